@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from typing_extensions import override
 from offbeat.averaging.led_island import LedIsland, led_by_first_rank
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.membership.island import Island
 from offbeat.strategies.localsgd import Outer
@@ -111,3 +113,83 @@ def test_a_run_goes_on_from_a_saved_state(outer: OuterFactory, dtype: torch.dtyp
 
     for went_on, resumed in results_of(2, job):
         torch.testing.assert_close(resumed, went_on, rtol=0, atol=0)
+
+
+class GivesGradients(Callback):
+    """To all that is not frozen, as an average of gradients does."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self._weights = weights
+
+    @override
+    def on_before_update(self) -> None:
+        for parameter in self._weights.parameters.values():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+
+
+def test_a_parameter_that_is_frozen_in_a_step_gets_a_gradient_in_no_shard() -> None:
+    def job(driver: ThreadDriver) -> list[list[bool]]:
+        parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("a", "b")}
+        weights = ModelWeights(parameters=parameters, buffers=dict, chosen=BufferNames())
+        context = Context(
+            parameters=parameters,
+            driver=SingleRank(),
+            new_stream=stream_counter(),
+            notices=Notices(driver.rank),
+            island=Island(driver),
+        )
+        led = led_by_first_rank(
+            context, weights, lambda _, whole: [GivesGradients(whole)], changes_gradients=True
+        )
+        have = []
+        for step in range(3):
+            parameters["b"].requires_grad_(step != 1)
+            led.on_before_step()
+            led.on_before_update()
+            have.append([parameter.grad is not None for parameter in parameters.values()])
+            led.on_after_step()
+        return have
+
+    assert results_of(2, job) == [[[True, True], [True, False], [True, True]]] * 2
+
+
+class CountsBatches(Callback):
+    """As a mean of members does, of whom each counts by itself."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self._weights = weights
+
+    @override
+    def state_dict(self) -> CallbackState:
+        return {"local": self._weights.counter_state()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self._weights.load_counter_state(state["local"])
+
+
+def test_what_members_have_counted_is_saved() -> None:
+    def job(driver: ThreadDriver) -> tuple[CallbackState, CallbackState]:
+        buffers = {"n": torch.tensor(driver.rank)}
+        weights = ModelWeights(
+            parameters={"a": torch.nn.Parameter(torch.zeros(2))},
+            buffers=lambda: buffers,
+            chosen=BufferNames(counters=("n",)),
+        )
+        context = Context(
+            parameters={},
+            driver=SingleRank(),
+            new_stream=stream_counter(),
+            notices=Notices(driver.rank),
+            island=Island(driver),
+        )
+        led = led_by_first_rank(
+            context, weights, lambda _, whole: [CountsBatches(whole)], changes_gradients=False
+        )
+        saved = led.state_dict()
+        led.load_state_dict({"local": {"counters/own": [5, 6], "counters/seen": [0, 1]}})
+        return saved, led.state_dict()
+
+    saved = {"local": {"counters/own": [0, 1], "counters/seen": [0, 1]}}
+    loaded = {"local": {"counters/own": [5, 6], "counters/seen": [0, 1]}}
+    assert results_of(2, job) == [(saved, loaded)] * 2

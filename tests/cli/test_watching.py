@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from offbeat.errors import RecordError
-from offbeat.run.records import create
+from offbeat.run.records import EventWriter, create
 from offbeat_lab.cli.watching import View, view_of, views, watch
+from offbeat_lab.records import Record
 from report_support.synthetic import Made, config_of, write_comparison_of, write_run
 
 MADE = Made(workers=3, steps=80, late_s={1: 0.3})
@@ -86,3 +88,21 @@ def test_a_comparison_is_refused_with_the_way_out(tmp_path: Path) -> None:
     write_comparison_of(tmp_path, [Made(steps=20, workers=2)], seeds=[0])
     with pytest.raises(RecordError, match="watch one of its runs"):
         view_of(tmp_path, now_s=0.0)
+
+
+def test_a_run_that_is_killed_before_all_workers_have_begun_has_ended(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", MADE, finished=False)
+    first, second, third = sorted(path.glob("events-*"))
+    first.write_text(first.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}'))
+    second.write_text("")
+    assert not view_of(path, now_s=0.0).ended  # the third one is this process
+    third.unlink()
+    view = view_of(path, now_s=0.0)
+    assert view.ended
+    assert "the run was killed" in text_of(view)
+
+
+def test_a_worker_says_which_process_it_is_before_its_first_step(tmp_path: Path) -> None:
+    path = create(tmp_path / "run", config_of(MADE))
+    with closing(EventWriter(path, rank=0, attempt=0)):
+        assert [head.pid for head in Record(path).heads(0)] == [os.getpid()]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from integrations_support.ranks import as_launched, only_ours_are_errors
+from offbeat.errors import OffbeatWarning, UnsupportedError
 from offbeat.integrations.lightning import OffbeatFabricStrategy, OffbeatStrategy
 from ranks_support.launch import RunRanks
 
@@ -87,6 +88,9 @@ def in_trainer(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
         found[name] = {"model": vector(module), **module.seen}
     validated = fit(OffbeatStrategy(offbeat.LocalSGD(period=5)), root)
     found["localsgd"] = vector(validated)
+    by_value = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+    with pytest.raises(UnsupportedError, match="clip by norm"):
+        fit("offbeat_gtopk", root, **by_value)
 
     # Two epochs at once, and with a stop between.
     def gtopk() -> OffbeatStrategy:
@@ -128,7 +132,11 @@ def in_fabric(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
         module, optimizer = fabric.setup(module, optimizer)
         state = {"module": module, "optimizer": optimizer}
         if load:
+            with pytest.warns(OffbeatWarning, match="given no state to fill"):
+                fabric.load(path)
             assert fabric.load(path, state) == {}
+            with pytest.raises(UnsupportedError, match="clip by norm"):
+                fabric.clip_gradients(module, optimizer, clip_val=0.05)
         batches = list(fabric.setup_dataloaders(data()))
         for step in range(first, last):
             for part in range(3):

@@ -329,6 +329,28 @@ def test_they_do_in_the_backward_pass_where_the_root_is_not_called(attached: Att
     assert seen == ["A0", "A1", "A2", "G2", "G1"]
 
 
+def test_factors_of_a_batch_that_is_accumulated_wait_for_the_others(attached: Attach) -> None:
+    net, optimizer, session = attached(Unfused())
+    launched = launches_of(part_of(session))
+    train(net, optimizer, range(1))
+    launched.clear()
+    with session.no_sync():
+        reference.loss_of(net, reference.batch_of(0, 1)).backward()
+    assert launched == [], "this step has more batches than the first one"
+
+
+def test_layers_that_are_unfrozen_have_their_factors_in_that_step(attached: Attach) -> None:
+    net, optimizer, session = attached(Unfused())
+    net[:4].requires_grad_(False)
+    train(net, optimizer, range(2))
+    factors = part_of(session).averages.factors
+    outputs = [factors[slot] for slot in (1, 3)]
+    assert not any(each.mass for each in outputs)
+    net.requires_grad_(True)
+    train(net, optimizer, range(2, 3))
+    assert all(each.mass > 0 for each in outputs)
+
+
 @pytest.mark.parametrize("pi", [False, True])
 def test_inversions_begin_as_their_messages_arrive(
     attached: Attach, monkeypatch: pytest.MonkeyPatch, pi: bool

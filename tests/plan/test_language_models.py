@@ -278,6 +278,13 @@ def test_an_island_divides_whatever_is_computed_of_each_element() -> None:
     assert costs(node) == pytest.approx([seconds / 8 for seconds in costs(one)])
 
 
+def test_an_island_launches_as_many_kernels_as_one_device() -> None:
+    one = profile_of(SMALL)
+    node = one.on_island(8, 300e9)
+    launches_s = 110e-6 * len(one.tensors)  # as was measured for each tensor
+    assert launches_s < node.low_rank_s(one.num_elements, 1) < one.low_rank_s(one.num_elements, 1)
+
+
 def test_accumulated_batches_are_exchanged_once() -> None:
     one = profile_of(SMALL)
     four = one.accumulated(4)

@@ -799,3 +799,33 @@ def test_gloos_processors_add_to_each_byte_where_nothing_was_measured() -> None:
     )
     # The last part of the last round is on its way while the one before is copied.
     assert 0.7 * 0.6e-9 * 4e6 < usual - measured <= 0.6e-9 * 4e6
+
+
+def test_frozen_weights_are_in_memory() -> None:
+    trained, lora = (
+        predict_step("ddp", replace(setting(), profile=profile)).memory_bytes
+        for profile in (MODEL, replace(MODEL, frozen_bytes=1e9))
+    )
+    assert lora - trained == pytest.approx(1e9)
+
+
+def test_vectors_on_the_host_take_no_memory_of_a_gpu() -> None:
+    on_cpu, on_gpu = (
+        predict_step("wagma", replace(setting(), profile=profile)).memory_bytes
+        for profile in (MODEL, replace(MODEL, on_gpu=True))
+    )
+    assert (on_cpu - on_gpu) / MODEL.num_bytes == pytest.approx(3)
+
+
+def test_a_run_whose_workers_die_sooner_than_it_comes_back_never_ends() -> None:
+    cluster = from_flags(workers=4, link="1gbit").changed(deaths_per_hour=60.0)
+    plan = make_plan(
+        PlanRequest(profile=MODEL, clusters=[cluster], strategies=("ddp", "wagma"), samples=1e8)
+    )
+    ddp, wagma = plan.predictions
+    assert ddp.time_s is None
+    assert wagma.time_s is not None
+    assert plan.best(4, 1e9) == wagma
+    (table,) = plan_tables(plan)
+    assert table.rows[0][table.heads.index("time")] == "never"
+    assert any(remark.startswith("ddp: such a run never ends") for remark in plan.remarks)

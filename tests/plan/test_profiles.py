@@ -21,7 +21,7 @@ from offbeat.simulation.training import TensorProfile
 from offbeat_lab.cli.main import app
 from offbeat_lab.plan import timing
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
-from offbeat_lab.plan.script_timing import at_both_sizes, time_script
+from offbeat_lab.plan.script_timing import ScriptTimer, at_both_sizes, time_script
 from offbeat_lab.plan.timing import (
     WARM_UP_STEPS,
     StepTimer,
@@ -129,6 +129,18 @@ def test_a_profile_has_the_bytes_of_the_models_weights(dtype: torch.dtype, num_b
     weight = torch.nn.Parameter(torch.ones(30, 20, dtype=dtype))
     step = TimedStep(batch_size=1, forward_s=1.0, backward_s=1.0, optimizer_s=0.0, ready=(1.0,))
     assert profile_of("it", [(1, [step])], [weight], source="here").num_bytes == 600 * num_bytes
+
+
+def test_weights_that_are_not_trained_are_counted() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    listener = ScriptTimer(StepTimer(1), lambda: None)
+    listener.optimizer_made(optimizer)
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    listener.remove()
+    assert listener.frozen_bytes == 4 * (6 * 5 + 5)
 
 
 @pytest.mark.ranks

@@ -236,6 +236,24 @@ def test_worker_processes_read_and_end(attached: Make, label: str) -> None:
     assert len(set(drawn)) == len(drawn)
 
 
+@pytest.mark.ranks
+def test_worker_processes_of_an_epoch_end_with_it(attached: Make) -> None:
+    _, _, session = attached(offbeat.AllReduce())
+    loader = session.loader(DataLoader(Numbers(), batch_size=4, num_workers=1))
+    assert [bool(multiprocessing.active_children()) for _ in loader] == [True] * len(loader)
+    assert not multiprocessing.active_children()
+
+
+def test_a_loader_that_is_made_for_each_epoch_is_told_of(attached: Make) -> None:
+    _, _, session = attached(offbeat.AllReduce())
+    data, orders = Numbers(), []
+    for _ in range(3):
+        loader = session.loader(data, batch_size=4)
+        orders.append([batch.tolist() for batch in loader])
+    assert orders[0] == orders[1] == orders[2]
+    assert sum("make a loader once" in notice for notice in session.notices) == 1
+
+
 class Torn(Numbers):
     def __getitem__(self, index: int) -> int:
         if index == 7:

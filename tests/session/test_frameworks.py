@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.integrations.framework import refuse_clipping_by_value
 from offbeat.integrations.state_files import load_state, save_state
 from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -267,6 +268,15 @@ def test_what_is_no_module_is_refused() -> None:
     model = make_model()
     with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module, got method"):
         offbeat.attach(model.forward, sgd(model), offbeat.AllReduce())
+
+
+# Loops that clip
+
+
+def test_clipping_by_value_is_refused_where_entries_are_selected_before() -> None:
+    refuse_clipping_by_value(offbeat.AllReduce())
+    with pytest.raises(UnsupportedError, match="gtopk has selected entries by then"):
+        refuse_clipping_by_value(offbeat.GTopK())
 
 
 # Files of a session's state beside a framework's checkpoint

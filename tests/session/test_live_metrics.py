@@ -25,6 +25,7 @@ from offbeat.session.loggers import (
     WandbLogger,
     named_loggers,
 )
+from offbeat.strategies.base import Strategy
 
 
 class Remembering:
@@ -236,3 +237,18 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     read.Reload()
     assert [(one.step, one.value) for one in read.Scalars("loss")] == [(10, 0.5), (20, 0.25)]
     assert [one.value for one in read.Scalars("offbeat/wait_s")] == [0.25]
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.TopK(density=0.1), offbeat.LocalSGD(period=1)], ids=["topk", "localsgd"]
+)
+def test_totals_of_a_resumed_session_are_its_own(strategy: Strategy) -> None:
+    model, optimizer = made()
+    with offbeat.attach(model, optimizer, strategy) as session:
+        train(session, model, optimizer)
+        saved = session.state_dict()
+    with offbeat.attach(model, optimizer, strategy) as session:
+        session.load_state_dict(saved)
+        assert session.stats.exchanges == 0
+        train(session, model, optimizer)
+        assert session.stats.exchanges == session.stats.steps == 20

@@ -477,6 +477,13 @@ def test_models_are_not_averaged_where_a_rank_has_more_samples(
         assert any("batches are unlike" in each for each in notices) == (chosen == "gtopk")
 
 
+def test_what_has_too_little_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "free_bytes", lambda device: 100.0)
+    for at_work, notices, _ in choosing(monkeypatch, fastest("gtopk"), num_steps=FIRST_LOOK + 2):
+        assert set(at_work) == {"allreduce"}
+        assert any("leaves gtopk, powersgd, localsgd, wagma out" in each for each in notices)
+
+
 def test_memory_that_the_system_would_make_free_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

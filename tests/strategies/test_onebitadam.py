@@ -311,3 +311,22 @@ def test_adam_goes_on_after_the_session_with_steps_of_the_same_size() -> None:
         sizes = [step() for _ in range(50)]
     # The gradient has always been 1, so that Adam moves by the learning rate.
     assert [*sizes, step(), step()] == pytest.approx([LR] * 52, rel=0.01)
+
+
+def test_a_group_that_comes_after_the_freeze_is_told_of_once() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.Adam(net[0].parameters(), lr=LR)
+
+    def step() -> None:
+        net.zero_grad()
+        net(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+
+    with offbeat.attach(net, optimizer, offbeat.OneBitAdam(freeze_step=1)) as session:
+        step()
+        step()
+        assert not any("larger freeze_step" in notice for notice in session.notices)
+        optimizer.add_param_group({"params": [*net[1].parameters()]})
+        step()
+        step()
+        assert sum("larger freeze_step" in notice for notice in session.notices) == 1

@@ -6,12 +6,15 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 import pytest
 
+import offbeat
 from offbeat import strategies
+from offbeat.errors import ConfigError
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.docstrings import first_sentence
+from offbeat.strategies.docstrings import describe_options, first_sentence
 from offbeat.strategies.registry import REGISTRY, StrategyEntry
 
 each_entry = pytest.mark.parametrize(
@@ -58,3 +61,22 @@ def test_a_name_that_is_not_there_is_no_key() -> None:
     assert "gtopc" not in REGISTRY
     with pytest.raises(KeyError):
         REGISTRY["gtopc"]
+
+
+@each_entry
+def test_text_is_no_number_and_no_truth_value(entry: StrategyEntry) -> None:
+    kind: Any = entry.load()
+    plain = {bool, int, float, bool | None, int | None, float | None}
+    for option in describe_options(kind):
+        if option.hint in plain:
+            message = f"{option.name} must be .*, got the text 'false'"
+            with pytest.raises(ConfigError, match=message):
+                kind(**{option.name: "false"})
+
+
+def test_nor_is_it_within_an_object_among_the_options() -> None:
+    text: Any = "false"
+    with pytest.raises(ConfigError, match="pi must be bool, got the text 'false'"):
+        offbeat.SPDKFAC(curvature=offbeat.Curvature(pi=text))
+    with pytest.raises(ConfigError, match="offload must be bool, got the text 'false'"):
+        offbeat.LocalSGD(outer=offbeat.Outer(offload=text))

@@ -100,7 +100,7 @@ def _mirror(
     chosen: Sequence[Sequence[str]],
 ) -> ModelWeights:
     """Memory for what another rank has."""
-    made = {name: torch.zeros(*shape, dtype=getattr(torch, of)) for name, shape, of in described}
+    made = {name: torch.zeros(shape, dtype=getattr(torch, of)) for name, shape, of in described}
     buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
     return ModelWeights(
         parameters={name: torch.nn.Parameter(made[name]) for name in parameters},
@@ -198,7 +198,10 @@ class LedIsland(Callback):
         if not self._changes_gradients:
             self._inner.on_before_update()
         else:
-            self._agree_on_used(self._island.gather(_used(self._weights)))
+            (trains,) = _trains(self._weights)
+            said = self._island.gather((_used(self._weights), trains.tolist()))
+            self._agree_on_used([used for used, _ in said])
+            self._freeze_mirrors(dict(enumerate(trains for _, trains in said)))
             self._island.collect(self._of_shards(_gradients))
             self._inner.on_before_update()
             whole = [self._weights, *self._shards.values()]
@@ -342,12 +345,16 @@ class LedIsland(Callback):
         self._is_published = True
         trains = self._of_shards(_trains)
         self._island.collect({n: [*_all_of(each), *trains[n]] for n, each in self._shards.items()})
-        for number, mirror in () if self._island.rank else self._shards.items():
-            for parameter, its in zip(mirror.parameters.values(), *trains[number], strict=True):
-                parameter.requires_grad_(bool(its))
+        self._freeze_mirrors({n: each[0] for n, each in trains.items()})
         event()
         self._island.spread(self._of_shards(_all_of))
         self._tell()
+
+    def _freeze_mirrors(self, trains: Mapping[int, Iterable[Any]]) -> None:
+        """Mirrors are frozen where what they are of is, as `_trains` says by rank."""
+        for number, mirror in () if self._island.rank else self._shards.items():
+            for parameter, its in zip(mirror.parameters.values(), trains[number], strict=True):
+                parameter.requires_grad_(bool(its))
 
     def _tell(self) -> None:
         """Learn what the first rank has counted and remarked."""

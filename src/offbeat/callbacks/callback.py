@@ -90,7 +90,9 @@ class Callback:
         """The coming optimizer step is taken with `num_samples` further samples."""
 
     def on_forward_begins(self, *, trains: bool) -> None:
-        """The root module is called. `trains`: it is in training mode, and gradients are on."""
+        """The root module is called. `trains`: in training mode, with gradients on that are to be
+        exchanged.
+        """
 
     def on_parameters_needed(self, indices: Sequence[int]) -> None:
         """Parameters `indices`, in the model's order, are about to be computed with, by a module of

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -35,8 +36,13 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 import offbeat
-from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.integrations.framework import FrameworkSession, as_strategy, names_for_frameworks
+from offbeat.errors import ConfigError, OffbeatWarning, UnsupportedError
+from offbeat.integrations.framework import (
+    FrameworkSession,
+    as_strategy,
+    names_for_frameworks,
+    refuse_clipping_by_value,
+)
 from offbeat.integrations.state_files import (
     load_state,
     make_state,
@@ -118,6 +124,8 @@ class _FitStrategy(ParallelStrategy):
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         clip_norm = trainer.gradient_clip_val if by_norm else None
         strategy = as_strategy(self._strategy, clip_norm=clip_norm or None)
+        if trainer.gradient_clip_val and not by_norm:
+            refuse_clipping_by_value(strategy)
         (optimizer,), (module, mesh) = self.optimizers, self._attached()
         scaler = getattr(self.precision_plugin, "scaler", None)
         session = offbeat.attach(
@@ -431,6 +439,13 @@ class OffbeatFabricStrategy(FabricDDPStrategy):
         return running.session.clip_grad_norm_(max_norm)
 
     @override
+    def clip_gradients_value(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_val: float
+    ) -> None:
+        refuse_clipping_by_value(self._strategy)
+        super().clip_gradients_value(module, optimizer, clip_val)
+
+    @override
     def save_checkpoint(
         self,
         path: Any,
@@ -451,9 +466,17 @@ class OffbeatFabricStrategy(FabricDDPStrategy):
     ) -> dict[str, Any]:
         rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
         tag = rest.pop(STATE_KEY, None)
-        if state and tag is not None:
+        if tag is not None and state:
             for directory, running in self._directories(path):
                 load_state(directory, running.session, tag=tag)
+        elif tag is not None and self._running:
+            warnings.warn(
+                f"fabric.load was given no state to fill, so {self._strategy.name} goes on without"
+                " the one that it had at the checkpoint; call fabric.load(path, state) with what"
+                " fabric.save was given",
+                OffbeatWarning,
+                stacklevel=2,
+            )
         return rest
 
     def close(self) -> None:

@@ -169,7 +169,7 @@ class KFACCallback(Callback):
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         # Where a loop calls parts of the model, as Lightning does, nobody hears of forward passes.
-        self.scheduler.is_training_pass |= synchronised
+        self.scheduler.is_training_pass = synchronised
 
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:

@@ -127,6 +127,7 @@ class FactorScheduler(ExchangeListener):
         self._driver, self._stream = context.driver, stream
         self._expected = [0] * len(slots)
         self._knows_expected = False
+        self._trains: list[bool] = []  # by block, as those steps had it
         self._ready_s_of_steps: list[list[float]] = []
         self._num_profiled = 0
         self._is_open = self._has_sent = False
@@ -205,6 +206,7 @@ class FactorScheduler(ExchangeListener):
         now_s = self._driver.now_s(0)
         if progress.first_added_s is None:
             progress.first_added_s = now_s
+            self._look_what_trains()
         progress.ready_s[slot] = now_s - progress.first_added_s
         was_complete = self._is_complete(slot)
         progress.num_added[slot] += 1
@@ -218,6 +220,14 @@ class FactorScheduler(ExchangeListener):
             for number, num_missing in enumerate(progress.num_missing):
                 if not num_missing and not progress.is_handed_over[number]:
                     self._hand_over(number, failed=False)
+
+    def _look_what_trains(self) -> None:
+        """Where layers were frozen or unfrozen, what earlier steps have added says nothing."""
+        trains = [block.weight.requires_grad for block in self._blocks]
+        if trains != self._trains:
+            self._trains, self._knows_expected = trains, False
+            self._expected = [0] * len(self._slots)
+            self._progress.num_missing = self._no_progress().num_missing
 
     def _is_summed_here(self, block_index: int) -> bool:
         rank = self._driver.rank

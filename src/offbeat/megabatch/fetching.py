@@ -50,9 +50,11 @@ class Fetcher(ABC):
         num_samples: of the dataset.
         batches_ahead: how many batches are read, or wait to be taken, while the training process
             computes with the one before them; 0: it reads each batch itself.
+        dataset: itself.
         spare_processes: how many worker processes that the user has asked for are not used.
     """
 
+    dataset: object
     num_samples: int
     batches_ahead: int
     spare_processes: int = 0
@@ -68,6 +70,9 @@ class Fetcher(ABC):
             numbers: of the samples of each batch.
             epoch: to which they belong.
         """
+
+    def epoch_ended(self) -> None:  # noqa: B027 - as `close`
+        """End worker processes that serve a single epoch."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """End worker processes."""
@@ -98,6 +103,7 @@ class ReadAhead(Fetcher):
         seed: int,
         rank: int,
     ) -> None:
+        self.dataset = loader.dataset
         self.num_samples = len(loader.dataset)  # type: ignore[arg-type]  # it is of map style
         self.batches_ahead = num_processes * batches_each
         self.spare_processes = loader.num_workers - num_processes
@@ -115,8 +121,9 @@ class ReadAhead(Fetcher):
                 f"the dataset has {num_samples} samples, and had {self.num_samples} when its loader"
                 " was made; the loader shares out those, so attach anew, and make another one"
             )
-        if epoch != self._epoch and not self._loader.persistent_workers:
-            self.close()  # Processes that begin with an epoch see what the dataset is by then.
+        if epoch != self._epoch:
+            # Processes that begin with an epoch see what the dataset is by then.
+            self.epoch_ended()
         if self._reader is None:
             self._reader = self._new_reader(epoch)
         self._epoch, self._numbers.lists = epoch, numbers
@@ -147,6 +154,11 @@ class ReadAhead(Fetcher):
             generator=generator,
             **of_processes,
         )
+
+    @override
+    def epoch_ended(self) -> None:
+        if not self._loader.persistent_workers:
+            self.close()
 
     @override
     def close(self) -> None:

@@ -386,6 +386,8 @@ class EventWriter:
         )
         kind = {"kind": EVENTS_KIND, "schema_version": SCHEMA, "rank": rank}
         self._file.write(json.dumps(kind | asdict(head)) + "\n")
+        with suppress(OSError):  # a full disk is told with the first event
+            self._file.flush()  # whoever watches looks whether the process lives
 
     def add(self, event: StepEvent) -> None:
         self._waiting.append(event)

@@ -124,7 +124,10 @@ def attach(
             on every rank or on none.
         loggers: what hears metrics while training runs, such as
             `offbeat.session.loggers.TensorBoardLogger("runs/tb")`: what `Session.log` is told, and
-            every tenth step time, waits, bytes, residual and staleness. Rank 0's are used.
+            every tenth step time, waits, bytes, residual and staleness. Rank 0's are used. They
+            count steps from `attach` on: where a run resumes at step n, append
+            `LiveMetrics(session, loggers, steps_before=n)` to rank 0's `session.observers` in their
+            place.
 
     Raises:
         ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is

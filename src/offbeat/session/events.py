@@ -225,7 +225,8 @@ class EventDispatcher:
             _refuse_second_exchange(module)
             self.report_failed_pass()
             self._recomputing_pass = current_backward_pass()
-        self._forward_begins(trains=module.training and torch.is_grad_enabled())
+        trains = module.training and torch.is_grad_enabled()
+        self._forward_begins(trains=trains and self.sync.wanted)
 
     @_without_grad
     def _forward_begins(self, *, trains: bool) -> None:

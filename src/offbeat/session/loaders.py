@@ -234,6 +234,13 @@ def make_loader(
         claims_ahead=None if policy is None else claims_ahead or 1, seed=seed, rank=driver.rank
     )
     if policy is None:
+        others = [each for each in callbacks if isinstance(each, LockstepLoader)]
+        if sum(each.has_read(source.loader.dataset) for each in others) == 1:
+            notify(
+                "session.loader was called for data of which a loader of this session has given out"
+                " an epoch: the new one begins with epoch 0 again, in the same order, and the other"
+                " stays with the session; make a loader once, and iterate over it in each epoch"
+            )
         return LockstepLoader(
             fetcher,
             batch_sizes=driver.run(gather_values(source.batch_size), control.next()),
@@ -241,7 +248,7 @@ def make_loader(
             seed=seed,
             rank=driver.rank,
             shuffles=source.shuffles,
-            number=sum(isinstance(each, LockstepLoader) for each in callbacks),
+            number=len(others),
         )
     assert source.batch_size is not None, "its description has it"
     policy.feed(source.batch_size, limits)
@@ -384,6 +391,11 @@ class LockstepLoader(Callback):
             if self._batches is batches and self.step >= self._num_steps_left():
                 self.epoch, self.step, self._first = self.epoch + 1, 0, 0
                 self._batches = iter(())
+                self._fetcher.epoch_ended()
+
+    def has_read(self, dataset: object) -> bool:
+        """Whether it has given out an epoch of `dataset`."""
+        return self.epoch > 0 and self._fetcher.dataset is dataset
 
     def _begin(self) -> Iterator[Any]:
         """Read from the next step on."""

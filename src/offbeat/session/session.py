@@ -851,7 +851,11 @@ class Session:
                     acted = callback.strategy_of(by_key[callback.state_key])
                 if acted is not None and acted != self.acting:
                     self._act_by(acted, callback)
+        counted = self._counted(self._callbacks)
         load_state_of(self._callbacks, by_key)
+        # What was counted before the state was saved is none of this session's.
+        for name, value in self._counted(self._callbacks).items():
+            self._counted_before[name] += counted[name] - value
         if unused := sorted(by_key.keys() - {callback.state_key for callback in self._callbacks}):
             self._notices.warn(
                 f"nothing here takes up {', '.join(map(repr, unused))} of the session's state: make"

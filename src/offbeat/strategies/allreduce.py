@@ -46,6 +46,7 @@ class AllReduce(GradientStrategy):
     codec: ValueCodec | str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.codec is not None:
             TopKCodec(values=self.codec)  # which refuses what is no codec of values
 

@@ -107,6 +107,7 @@ class Auto(Strategy):
     quality: Literal["equal", "faster"] = "equal"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_one_of("quality", self.quality, ("equal", "faster"))
         for option in ("allow", "exclude"):
             for name in _names(getattr(self, option)):
@@ -380,6 +381,12 @@ class Chooser(Callback):
         )
         if choice.name != seen.at_work:
             standing.wanted = choice.name
+            if hasattr(built(choice.name), "clip_norm"):
+                self._context.notices.inform(
+                    f"{choice.name} clips before it selects entries: a loop that calls"
+                    " torch.nn.utils.clip_grad_norm_ is to call session.clip_grad_norm_ in its"
+                    " place, as offbeat run and integrations do"
+                )
             self._change()
 
     def _gather(self, mine: Any) -> list[Any]:
@@ -451,26 +458,35 @@ class Chooser(Callback):
         cores = cores_of_one(places)
         processors_s = fmean(each["processors_s"] for each in said)
         num_elements = sum(tensor.num_elements for tensor in run.tensors)
+        at_work = self._standing.at_work
         possible = {
             name: strategy
             for name, strategy in self._auto.candidates(context).items()
-            if not (weighs and strategy.replicas_differ) or name == self._standing.at_work
+            if not (weighs and strategy.replicas_differ) or name == at_work
         }
+        too_large = [
+            name
+            for name in possible
+            if name != at_work
+            and not CANDIDATES[name].fits(num_elements, run.moments, free_bytes=free_bytes)
+        ]
+        if too_large:
+            context.notices.inform(
+                f"auto leaves {', '.join(too_large)} out, for which"
+                f" {free_bytes / 1e9:.3g} GB of free memory may be too little"
+            )
         mine: dict[str, _Predicted] = {}
         for number, (name, strategy) in enumerate(possible.items()):
             candidate = CANDIDATES[name]
-            fits = candidate.fits(num_elements, run.moments, free_bytes=free_bytes)
-            if number % context.driver.world_size == context.driver.rank and (
-                fits or name == self._standing.at_work
-            ):
+            if number % context.driver.world_size == context.driver.rank and name not in too_large:
                 try:
                     predicted = predict(strategy, run, period=candidate.period)
                     coming_s = step_s = predicted.step_s
-                    if name != self._standing.at_work:  # whose work is in `processors_s` already
+                    if name != at_work:  # whose work is in `processors_s` already
                         coming_s = step_s = candidate.on_processors_s(
                             step_s, num_elements, processors_s=processors_s, cores=cores
                         )
-                    if candidate.begins_as and name != self._standing.at_work:
+                    if candidate.begins_as and name != at_work:
                         begins_s = predict(built(candidate.begins_as), run).step_s
                         coming_s += candidate.beginning * (begins_s - step_s)
                 except Exception as error:  # noqa: BLE001 - a prediction must not end a run

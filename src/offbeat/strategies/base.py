@@ -29,6 +29,7 @@ import torch
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.docstrings import complete_docstring
+from offbeat.strategies.options import refuse_text
 from offbeat.strategies.registry import NAMES
 
 
@@ -81,8 +82,9 @@ class Strategy(ABC):
             cls.name = name
         complete_docstring(cls)
 
-    def __post_init__(self) -> None:  # noqa: B027 - some have no options
+    def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be."""
+        refuse_text(self)
 
     @property
     def survives_death(self) -> bool:

@@ -72,6 +72,7 @@ class DeMo(GradientStrategy):
     codec: TopKCodec | str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_density("density", self.density)
         if not 0 < self.decay <= 1:
             raise ConfigError(f"decay must be in (0, 1], got {self.decay!r}")

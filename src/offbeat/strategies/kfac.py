@@ -108,6 +108,7 @@ class KFACStrategy(Strategy):
     curvature: Curvature = USUAL_CURVATURE
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("factor_interval", self.factor_interval, 1)
         require_at_least("inverse_interval", self.inverse_interval, 1)
         require_positive("damping", self.damping)

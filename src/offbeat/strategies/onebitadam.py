@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class OneBitAdam(GradientStrategy):
     freeze_step: int = 1000
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("freeze_step", self.freeze_step, 1)
 
     @override
@@ -144,6 +145,13 @@ def remark_of_freeze(optimizer: torch.optim.Optimizer, num_steps: float) -> str:
     )
 
 
+_LATE: Final = (
+    "a parameter has its first gradient after Adam's second moments were frozen, so that it has"
+    " none and stays as it is; give the optimizer all groups, and unfreeze what is to train, before"
+    " that, by a larger freeze_step"
+)
+
+
 class FrozenAdam(GradientTransform):
     """Adam's momentum and step, from the step on in which second moments are frozen.
 
@@ -157,11 +165,12 @@ class FrozenAdam(GradientTransform):
     def __init__(self, context: Context, *, freeze_step: int) -> None:
         assert context.optimizer is not None
         super().__init__(context.optimizer)
-        self._optimizer, self._inform = context.optimizer, context.notices.inform
+        self._optimizer, self._notices = context.optimizer, context.notices
         self._freeze_step = freeze_step
         self._groups: dict[int, GroupRanges] = {}
         self._has_looked = False  # at the optimizer's steps, since the last one
         self._frozen_at = 0.0  # by then v had been changed so many times
+        self._has_told_of_late = False
         self._hidden = HiddenGradients()
 
     @property
@@ -223,7 +232,7 @@ class FrozenAdam(GradientTransform):
         self._frozen_at = num_steps
         for group, state in states:
             state["exp_avg_sq"].mul_(_grown(num_steps, group) / _grown(state["step"], group))
-        self._inform(remark_of_freeze(self._optimizer, num_steps))
+        self._notices.inform(remark_of_freeze(self._optimizer, num_steps))
 
     def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """Adam's of each parameter that has one, behind the parameter's group."""
@@ -255,6 +264,9 @@ class FrozenAdam(GradientTransform):
                     continue
                 if state := self._optimizer.state.get(parameter):
                     self._step(parameter, momentum, state, group)
+                elif not self._has_told_of_late:
+                    self._has_told_of_late = True
+                    self._notices.notify(_LATE)
                 self._hidden.hide(parameter)
 
     def _step(

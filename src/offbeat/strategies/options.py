@@ -5,13 +5,34 @@ fix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from inspect import formatannotation
 from math import nan
-from typing import Any, SupportsFloat
+from typing import Any, Final, SupportsFloat
 
 import torch
 
 from offbeat.errors import ConfigError, UnsupportedError, nearest
+
+_NEVER_TEXT: Final = {"bool", "int", "float", "None"}
+
+
+def refuse_text(options: Any) -> None:
+    """Refuse text for an option that is a number or a truth value: "false" would count as true.
+
+    Args:
+        options: a dataclass, whose fields they are, and those of dataclasses among its values.
+    """
+    for option in fields(options):
+        value, kind = getattr(options, option.name), option.type
+        kinds = (kind if isinstance(kind, str) else formatannotation(kind)).split(" | ")
+        if isinstance(value, str) and _NEVER_TEXT.issuperset(kinds):
+            raise ConfigError(
+                f"{option.name} must be {' or '.join(kinds)}, got the text {value!r}; write it"
+                " without quotation marks"
+            )
+        if is_dataclass(value) and not isinstance(value, type):
+            refuse_text(value)
 
 
 def number_of(value: object) -> float:

@@ -38,6 +38,7 @@ class PowerSGD(GradientStrategy):
     rank: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("rank", self.rank, 1)
 
     @override

@@ -61,6 +61,7 @@ class EntriesStrategy(GradientStrategy):
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.density != "auto" or not self.measures:
             require_density("density", self.density)  # type: ignore[arg-type]  # looked at there
         if self.momentum_correction is not None:

@@ -137,29 +137,24 @@ class ModelWeights:
         self._seen = now
         return self._own
 
-    def counter_state(self) -> dict[str, torch.Tensor]:
+    def counter_state(self) -> dict[str, list[int]]:
         """What `own_counters` has to know after a resumption; empty without counters."""
         if not self.chosen.counters:
             return {}
-        own = self.own_counters()
-        return {
-            "counters/own": torch.from_numpy(own.copy()),
-            "counters/seen": torch.from_numpy(self.read_counters()),
-        }
+        own, seen = self.own_counters(), self.read_counters()
+        return {"counters/own": own.tolist(), "counters/seen": seen.tolist()}
 
     def load_counter_state(self, state: Mapping[str, Any]) -> None:
         """Inverse of `counter_state`; other keys are ignored. Where nothing was saved, the counters
         count as this rank's own. Raises `CheckpointError` for the state of another model.
         """
-        saved = [value for key, value in state.items() if key.startswith("counters/")]
+        saved = {k: np.array(each) for k, each in state.items() if k.startswith("counters/")}
         shape = self.read_counters().shape
-        if any(value.shape != shape or value.dtype != torch.int64 for value in saved):
+        if any(each.shape != shape or each.dtype != np.int64 for each in saved.values()):
             raise CheckpointError("the counters were saved with another model")
         self._own = self._seen = None
         if saved:
-            self._own, self._seen = (
-                state[f"counters/{name}"].numpy().copy() for name in ("own", "seen")
-            )
+            self._own, self._seen = (saved[f"counters/{name}"] for name in ("own", "seen"))
 
     def average_(self, driver: Driver, stream: Stream, *, weight: float) -> float:
         """Replace parameters and statistics by their weighted mean over all ranks, and counters by

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.errors import RecordError
-from offbeat.run.records import events_path
+from offbeat.run.records import Head, events_path
 from offbeat_lab.breakdown import Matrix, Steps, read_steps
 from offbeat_lab.comparison import is_comparison
 from offbeat_lab.figures import BYTES, COUNT, NUMBER, SECONDS, SHARE, write
@@ -119,6 +119,7 @@ def view_of(path: Path, now_s: float) -> View:
     files = [events_path(path, rank) for rank in range(config.workers)]
     begun = all(file.exists() and file.stat().st_size for file in files)
     steps = read_steps(record) if begun else None
+    was_killed = summary is None and _has_nobody(record)
     news = [
         f"{evaluation.seconds:.1f} s, step {evaluation.step:,}: metric"
         f" {write(evaluation.metric, NUMBER)}"
@@ -128,7 +129,7 @@ def view_of(path: Path, now_s: float) -> View:
         news.append(
             f"{summary.status} after {summary.steps:,} steps; offbeat report {quote(str(path))}"
         )
-    elif begun and not _is_alive(record):
+    elif was_killed:
         news.append("no worker is alive, and there is no summary: the run was killed")
     elif steps is None or not steps.num_steps:
         news.append("workers start; no step is done yet")
@@ -140,7 +141,7 @@ def view_of(path: Path, now_s: float) -> View:
         **{name: columns.get(name, nothing) for name in names},
         target=config.steps,
         news=news,
-        ended=summary is not None or (begun and not _is_alive(record)),
+        ended=summary is not None or was_killed,
     )
 
 
@@ -173,20 +174,25 @@ def _mean(values: Matrix) -> Matrix:
     return means
 
 
-def _is_alive(record: Record) -> bool:
-    """Whether some worker's process is there, as far as this host can see."""
-    for rank in range(record.config.workers):
-        for head in record.heads(rank)[-1:]:
-            if head.host != socket.gethostname():
-                return True
-            try:
-                os.kill(head.pid, 0)
-            except ProcessLookupError:
-                continue
-            except PermissionError:  # somebody else's process
-                pass
-            return True
-    return False
+def _has_nobody(record: Record) -> bool:
+    """Whether workers have begun to record, and no process of theirs is there any more, as far as
+    this host can see.
+    """
+    begun = [r for r in range(record.config.workers) if events_path(record.path, r).exists()]
+    heads = [head for rank in begun for head in record.heads(rank)[-1:]]
+    return bool(heads) and not any(map(_is_alive, heads))
+
+
+def _is_alive(head: Head) -> bool:
+    if head.host != socket.gethostname():
+        return True
+    try:
+        os.kill(head.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's process
+        pass
+    return True
 
 
 def views(

@@ -132,10 +132,12 @@ def make_plan(request: PlanRequest, progress: Callable[[str], None] = lambda _: 
 
 def _as_asked(request: PlanRequest, found: StepPrediction) -> StepPrediction:
     """With the time and the money that `request` asks for."""
+    if found.never_ends:
+        return found
     steps = {} if request.to_target is None else request.to_target.steps
     if found.strategy in steps:
         trained_s = steps[found.strategy] * found.step_s
-        found = replace(found, time_to_target_s=trained_s / max(1 - found.lost_to_deaths, 1e-12))
+        found = replace(found, time_to_target_s=trained_s / (1 - found.lost_to_deaths))
     if request.samples is not None:
         found = replace(found, time_s=request.samples * _sample_s(found))
     hours_s = found.time_s if found.time_s is not None else found.time_to_target_s
@@ -279,6 +281,11 @@ def _remarks(plan: Plan) -> list[str]:
     if too_large := dict.fromkeys(one.strategy for one in predictions if not one.fits):
         limit = memory_text(profile.device_bytes)
         remarks.append(f"{', '.join(too_large)}: does not fit into {limit}.")
+    if endless := dict.fromkeys(one.strategy for one in predictions if one.never_ends):
+        remarks.append(
+            f"{', '.join(endless)}: such a run never ends, since workers die again before it has"
+            " made up for the death before."
+        )
     if profile.devices > 1:
         remarks.append(
             f"A worker is a node of {profile.devices} devices that divide the model by FSDP; its"

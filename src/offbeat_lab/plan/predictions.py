@@ -56,9 +56,10 @@ class StepPrediction:
         is_lower_limit: whether later steps take longer than those that were simulated, which end
             before the first averages do.
         time_to_target_s: as many steps as it took to a target, with what deaths cost; None: nobody
-            measured how many.
-        time_s: to the samples that are asked for, with what deaths cost; None: nobody asked.
-        cost: of that time, in the price's money; None: there is no price.
+            measured how many, or it never ends.
+        time_s: to the samples that are asked for, with what deaths cost; None: nobody asked, or it
+            never ends.
+        cost: of that time, in the price's money; None: there is no price, or no such time.
     """
 
     strategy: str
@@ -89,8 +90,13 @@ class StepPrediction:
 
     @property
     def is_eligible(self) -> bool:
-        """Whether it may be recommended: it fits, and is no lower limit."""
-        return self.fits and not self.is_lower_limit
+        """Whether it may be recommended: it fits, comes to an end, and is no lower limit."""
+        return self.fits and not (self.is_lower_limit or self.never_ends)
+
+    @property
+    def never_ends(self) -> bool:
+        """Whether workers die before what the death before them has cost is made up for."""
+        return self.lost_to_deaths >= 1
 
 
 def check_spec(spec: str, workers: int) -> tuple[str, Recipe]:
@@ -168,7 +174,9 @@ def predict_recipe(
     pace = min(simulated.pace, 1 / profile.compute_s) * simulated_s / step_s
     samples_per_s = setting.world_size * profile.batch.batch_size * pace
     copies = _MODEL_COPIES + profile.moments + method.extra_bytes
-    states_bytes = copies * profile.num_bytes + simulated.kept_bytes
+    if profile.on_gpu:
+        copies -= method.host_bytes
+    states_bytes = copies * profile.num_bytes + simulated.kept_bytes + profile.frozen_bytes
     memory_bytes = states_bytes / profile.devices + profile.activation_bytes
     if profile.devices > 1:  # what is gathered of two layers, while the next one is
         memory_bytes += 2 * profile.element_bytes * max(one.num_elements for one in profile.tensors)

@@ -40,7 +40,6 @@ _DIVIDED: Final = (
     "bucket_s_per_byte",
     "publish_s_per_byte",
     "mean_s_per_byte",
-    "low_rank_s_per_element",
 )
 """What the devices of a node divide, as they do the model."""
 
@@ -198,10 +197,13 @@ class ModelProfile:
         low_rank_s_per_element: approximating gradients as PowerSGD does, at rank 1, for each
             element of the model; 0: unknown.
         low_rank_s_per_element_and_rank: what each further rank adds.
+        low_rank_launch_s_per_element: the part of `low_rank_s_per_element` that launches kernels,
+            which the devices of a node do not divide; 0: unknown.
         hook_s_per_element, hook_s_per_element_and_rank: likewise of torch's hook; 0: as PowerSGD.
         spread: standard deviation of a step over its mean, on one device, >= 0.
         moments: what the optimizer keeps of each parameter, in sizes of the model, >= 0: 1 with SGD
             with momentum, 2 with Adam.
+        frozen_bytes: of weights that are not trained, as those beside a LoRA.
         layers: those with Kronecker factors, in the order of the forward pass; none: K-FAC cannot
             be planned.
         factors_s: computing all factors of a batch; 0: unknown.
@@ -232,11 +234,13 @@ class ModelProfile:
     mean_s_per_byte: float = 0.0
     low_rank_s_per_element: float = 0.0
     low_rank_s_per_element_and_rank: float = 0.0
+    low_rank_launch_s_per_element: float = 0.0
     hook_s_per_element: float = 0.0
     hook_s_per_element_and_rank: float = 0.0
     padding_s: float = 0.0
     spread: float = 0.0
     moments: float = 1.0
+    frozen_bytes: float = 0.0
     layers: tuple[Layer, ...] = ()
     factors_s: float = 0.0
     precondition_s: float = 0.0
@@ -435,7 +439,8 @@ class ModelProfile:
             bytes_per_s: between two of them, in each direction.
         """
         batch, elements = self.batch, 1 / devices
-        gather_s = (1 - elements) * self.num_bytes / bytes_per_s
+        gather_s = (1 - elements) * (self.num_bytes + self.frozen_bytes) / bytes_per_s
+        launch_s = self.low_rank_launch_s_per_element
         return replace(
             self,
             device=f"{devices} x {self.device}",
@@ -448,6 +453,7 @@ class ModelProfile:
                 ),
             ),
             **{name: elements * getattr(self, name) for name in _DIVIDED},
+            low_rank_s_per_element=launch_s + elements * (self.low_rank_s_per_element - launch_s),
             selectors=tuple(
                 replace(one, s_per_element=elements * one.s_per_element) for one in self.selectors
             ),

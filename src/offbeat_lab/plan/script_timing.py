@@ -153,12 +153,20 @@ class ScriptTimer(ScriptListener):
         self._timer = timer
         self._enough = enough
         self._main: torch.optim.Optimizer | None = None
+        self._model: torch.nn.Module | None = None
         self._has_seen_samples = False
         self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
 
     def remove(self) -> None:
         """Watch no forward pass any more."""
         self._hook.remove()
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of weights that are in the model and not trained."""
+        trained = {id(parameter) for parameter in self._timer.parameters}
+        weights = () if self._model is None else self._model.parameters()
+        return sum(weight.nbytes for weight in weights if id(weight) not in trained)
 
     @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,6 +186,8 @@ class ScriptTimer(ScriptListener):
         """The first module of a training pass that is called with a tensor shows the samples."""
         if self._has_seen_samples or not torch.is_grad_enabled():
             return
+        if self._model is None:
+            self._model = module  # the first that is called holds the others
         tensor = next((one for one in args if isinstance(one, torch.Tensor) and one.dim()), None)
         if tensor is not None:
             self._has_seen_samples = True
@@ -338,6 +348,7 @@ def time_script(script: ScriptCommand, *, steps: int, batch_size: int | None) ->
             [(batch_size, timer.steps)],
             timer.parameters,
             optimizers=listener.optimizers,
+            frozen_bytes=listener.frozen_bytes,
             source=source,
         )
 

@@ -525,6 +525,7 @@ def with_low_rank(profile: ModelProfile, bytes_per_s: float) -> ModelProfile:
     return replace(
         profile,
         low_rank_s_per_element=least_s + share * _LOW_RANK_S,
+        low_rank_launch_s_per_element=share * _LOW_RANK_S,
         low_rank_s_per_element_and_rank=share * _LOW_RANK_S_PER_RANK,
         hook_s_per_element=least_s + share * _HOOK_S,
         hook_s_per_element_and_rank=share * _HOOK_S_PER_RANK,

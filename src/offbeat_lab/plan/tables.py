@@ -84,10 +84,9 @@ def _cells(one: StepPrediction, plan: Plan) -> dict[str, str]:
         "band": band_text(one),
     }
     if request.to_target is not None:
-        time = _time_text(one.time_to_target_s)
-        cells["target"] = f"{limit}{time}" if time else ""
+        cells["target"] = _time_text(one, one.time_to_target_s)
     elif request.samples is not None:
-        cells["time"] = f"{limit}{_time_text(one.time_s)}"
+        cells["time"] = _time_text(one, one.time_s)
     elif _has_deaths(plan):
         cells["goodput"] = _number(one.goodput_per_s)
     else:
@@ -114,9 +113,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _time_text(seconds: float | None) -> str:
+def _time_text(one: StepPrediction, seconds: float | None) -> str:
     """`2.5 h`; empty where it is unknown."""
     if seconds is None:
-        return ""
-    size, unit = next((one for one in _LONG if seconds >= 2 * one[0]), (1.0, "s"))
-    return f"{_number(seconds / size)} {unit}"
+        return "never" * one.never_ends
+    size, unit = next((each for each in _LONG if seconds >= 2 * each[0]), (1.0, "s"))
+    return f"{'> ' * one.is_lower_limit}{_number(seconds / size)} {unit}"

@@ -226,6 +226,7 @@ def profile_of(
     parameters: Sequence[torch.nn.Parameter],
     *,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    frozen_bytes: float = 0.0,
     source: str,
 ) -> ModelProfile:
     """The profile that timed steps come to; what copies and selection cost is timed here.
@@ -235,6 +236,7 @@ def profile_of(
         batches: sizes, ascending, with their steps; the last one is planned for.
         parameters: in the order of the model.
         optimizers: that have stepped with them.
+        frozen_bytes: of weights of the model that are not trained.
         source: where the numbers come from.
     """
     steps = batches[-1][1]
@@ -288,6 +290,7 @@ def profile_of(
         hook_s_per_element_and_rank=hook_further_s,
         spread=pstdev(durations_s) * len(durations_s) / sum(durations_s),
         moments=_kept_elements(optimizers, parameters) / num_elements,
+        frozen_bytes=frozen_bytes,
         sources=Source.of(**dict.fromkeys(_TIMED, source)),
     )
 

@@ -130,6 +130,7 @@ class BackgroundSteps(StrategySteps):
 
     least_steps = _LEAST_STEPS
     most_tensors = LEAST_TENSORS  # nothing is sent before the last gradient is there
+    host_bytes = 3.0  # the device has a copy only while a model is read or written
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, extra_bytes=4.0)

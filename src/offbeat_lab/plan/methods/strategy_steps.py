@@ -80,9 +80,11 @@ class StrategySteps:
         kind_of: as `Strategy.step_kinds` says.
         least_steps: as many are simulated at least, where none are asked for.
         most_tensors: of all simulated workers together.
+        host_bytes: of `extra_bytes`, those that lie in the memory of a GPU's host.
     """
 
     least_steps = 1
+    host_bytes = 0.0
     most_tensors = _MOST_TENSORS
 
     def __init__(self, strategy: Any, *, extra_bytes: float, by_tensor: bool = False) -> None:
