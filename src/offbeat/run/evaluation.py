@@ -165,7 +165,8 @@ class EvaluationWeights(SessionObserver):
         """The first elements of some parameters."""
         tensors = [local_of(parameter.detach()) for parameter in self._sampled]
         return [
-            tensor[(0,) * (tensor.dim() - 1)].reshape(-1)[:_NUM_SAMPLED].clone() for tensor in tensors
+            tensor[(0,) * (tensor.dim() - 1)].reshape(-1)[:_NUM_SAMPLED].clone()
+            for tensor in tensors
         ]
 
     def _is_written(self) -> bool:
