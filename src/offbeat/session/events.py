@@ -275,7 +275,8 @@ class EventDispatcher:
             if parameter.requires_grad:
                 raise UnsupportedError(
                     f"parameter {name!r} was frozen when the session was attached and requires a"
-                    " gradient now; close the session and attach again after unfreezing"
+                    " gradient now; close the session and attach again after unfreezing, or where a"
+                    " script has no session, wrap the model in DistributedDataParallel anew"
                 )
         self._synchronised = self.sync.wanted
         for callback in self._those_with("on_backward_begins"):
