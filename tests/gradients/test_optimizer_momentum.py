@@ -506,3 +506,23 @@ def test_ranks_stay_alike_and_momentum_is_that_of_each_rank() -> None:
         weights -= 0.1 * total / 3
     for rank in ranks:
         torch.testing.assert_close(rank, weights)
+
+
+def test_what_is_saved_when_a_step_was_interrupted_has_the_options_that_the_user_has_set() -> None:
+    """As by a script that saves at Ctrl-C."""
+    net = Net()
+    optimizer = sgd(momentum=0.9, weight_decay=0.1)(net)
+    wanted = options_of(optimizer)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with offbeat.attach(net, optimizer, AT_ONCE) as session:
+        train(net, optimizer, range(2))
+        handle = optimizer.register_step_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(net, optimizer, range(2, 3))
+        handle.remove()
+        saved = optimizer.state_dict()["param_groups"]
+        session.close(average=False)
+    assert [{k: v for k, v in group.items() if k != "params"} for group in saved] == wanted

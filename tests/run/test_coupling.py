@@ -724,3 +724,43 @@ def test_other_norms_and_no_limit_are_the_scripts_own_affair(
     torch.nn.utils.clip_grad_norm_(list(ddp.parameters())[:1], 1.0)
     optimizer.step()
     assert not any("clipped before" in each for each in script.session.notices)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [offbeat.AllReduce(), offbeat.GTopK(density=0.5), offbeat.LocalSGD(), offbeat.SPDKFAC()],
+    ids=lambda each: each.name,
+)
+def test_what_is_frozen_when_training_begins_and_was_not_when_ddp_wrapped_it_trains_later(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    """As a backbone in the first epochs. DDP exchanges what required gradients when it was made."""
+    script = Script(strategy, stack)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    step(ddp, optimizer)
+    assert torch.equal(model[0].weight, before)
+    model[0].requires_grad_(True)
+    step(ddp, optimizer)
+    assert not torch.equal(model[0].weight, before)
+    assert script.heard.optimizers == [optimizer]
+    assert "0.weight" in script.session.averaged_tensors()
+
+
+def test_a_model_that_is_frozen_for_now_is_attached_when_it_trains(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a critic, while its generator takes the first step."""
+    script = Script(offbeat.LocalSGD(), stack)
+    critic = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    critic.requires_grad_(False)
+    critic(torch.ones(4, 3, requires_grad=True)).sum().backward()
+    assert script.heard.sessions == []
+    critic.requires_grad_(True)
+    step(critic, optimizer)
+    assert script.heard.optimizers == [optimizer]
+    assert not caplog.records

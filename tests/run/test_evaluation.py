@@ -87,3 +87,94 @@ def test_a_model_whose_session_ends_while_the_script_goes_on_is_the_mean(
     for own, left in results:
         assert not torch.allclose(own, mean)
         torch.testing.assert_close(left, mean)
+
+
+def write(model: torch.nn.Module, values: list[torch.Tensor], *, rebinds: bool = False) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        if rebinds:
+            parameter.data = value
+        else:
+            parameter.data.copy_(value)
+
+
+def held(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("goes_back_first", [True, False])
+@pytest.mark.parametrize("rebinds", [True, False])
+def test_a_moving_average_that_a_script_puts_into_the_model_is_evaluated_and_saved(
+    *, rebinds: bool, goes_back_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And training goes on from this rank's own weights, whenever the script puts them back."""
+
+    def job(driver: ThreadDriver) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=4, warmup=0)) as session:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            for step in range(6):
+                step_of(model, optimizer, driver.rank, step)
+            own = [parameter.data for parameter in model.parameters()]
+            if not rebinds:
+                own = [value.clone() for value in own]
+            kept = held(model)
+            smooth = [value / 2 for value in own]
+            write(model, [value.clone() for value in smooth], rebinds=rebinds)
+            evaluation.mode_changed(training=False)
+            assert all(map(torch.equal, held(model), smooth))
+            assert all(map(torch.equal, model.state_dict().values(), smooth))
+            if goes_back_first:
+                write(model, own, rebinds=rebinds)
+                evaluation.mode_changed(training=True)
+            else:
+                evaluation.mode_changed(training=True)
+                write(model, own, rebinds=rebinds)
+            assert all(map(torch.equal, held(model), kept))
+            evaluation.close()
+
+    results_of(2, job)
+    assert caplog.text.count("not the mean of all ranks' models") == 2  # once on each rank
+
+
+def test_what_a_script_writes_over_the_mean_stays() -> None:
+    """As weights that were better, to which it goes back after an evaluation."""
+
+    def job(driver: ThreadDriver) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=4, warmup=0)) as session:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            for step in range(6):
+                step_of(model, optimizer, driver.rank, step)
+            evaluation.mode_changed(training=False)
+            better = [value + 1 for value in held(model)]
+            write(model, better)
+            evaluation.mode_changed(training=True)
+            assert all(map(torch.equal, held(model), better))
+            evaluation.close()
+
+    results_of(2, job)
+
+
+def test_where_a_script_writes_after_each_step_the_mean_is_evaluated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As one that keeps weights within bounds."""
+
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=4, warmup=0)) as session:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            for step in range(6):
+                step_of(model, optimizer, driver.rank, step)
+                write(model, [value.clamp(-0.3, 0.3) for value in held(model)])
+            evaluation.mode_changed(training=False)
+            evaluated = held(model)
+            evaluation.close()
+        return evaluated
+
+    first, second = results_of(2, job)
+    assert all(map(torch.equal, first, second))
+    assert not caplog.records

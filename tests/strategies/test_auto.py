@@ -615,3 +615,27 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
 def test_what_it_does_not_know_is_refused(options: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         offbeat.Auto(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", TAKES_OVER)
+def test_another_strategy_takes_over_while_a_parameter_is_frozen(name: str) -> None:
+    """Which was not when the session began, and trains again later."""
+
+    def job(driver: ThreadDriver) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        count = iter(range(100))
+        step = lambda: step_of(model, optimizer, driver.rank, next(count))  # noqa: E731
+        with session_on(driver, model, optimizer, Changing()) as session:
+            step()
+            weight = next(model.parameters()).requires_grad_(False)
+            frozen = weight.detach().clone()
+            take_over(session, TAKES_OVER[name], step)
+            step()
+            assert torch.equal(weight, frozen)
+            weight.requires_grad_(True)
+            for _ in range(3):
+                step()
+            assert not torch.equal(weight, frozen)
+
+    results_of(2, job)

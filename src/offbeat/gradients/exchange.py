@@ -47,6 +47,7 @@ from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.gradient_guard import MAX_SKIPPED_STEPS
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import Reduction, WeightedGradient, wait_for
+from offbeat.torch_private import version_of
 
 if TYPE_CHECKING:
     from offbeat.gradients.density import DensitySchedule
@@ -333,6 +334,7 @@ class GradientExchange(Callback):
             np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs
         ]
         self._stashed: list[torch.Tensor | None] = [None] * len(self._pairs)
+        self._versions = [0] * len(self._pairs)  # of the buffers after the last step
         self._num_launched = 0
         self._put_off = list[PutOff]()
         self._num_accumulated = 0
@@ -449,6 +451,14 @@ class GradientExchange(Callback):
         Where weights are samples, a rank that had none in this step has no weight.
         """
         self._is_idle = not (self._unsent or self._counts_samples)
+        if self._gives_whole and not self._exchanges_since_step:
+            for (bucket, _), published, version in zip(
+                self._pairs, self._published, self._versions, strict=True
+            ):
+                if version_of(bucket.flat) != version:
+                    # The loop has computed gradients itself, and written them where the last ones
+                    # were: these are new.
+                    published[:] = False
         self.on_backward_begins(synchronised=True)
         self._exchange()
         self._is_idle = False
@@ -463,6 +473,7 @@ class GradientExchange(Callback):
         if self._clipping is not None:
             self._clipping.num_shares = max(1, self._exchanges_since_step)
         self._exchanges_since_step, self._counts_samples = 0, False
+        self._versions = [version_of(bucket.flat) for bucket, _ in self._pairs]
 
     @override
     def on_finish(self) -> None:

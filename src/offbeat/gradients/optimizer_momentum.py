@@ -260,6 +260,9 @@ class OptimizerMomentum(GradientTransform):
     # The optimizer's state
 
     def _show_buffers(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        # A step that was interrupted has left them as the optimizer was to find them.
+        for group, shown in zip(state["param_groups"], self._shown, strict=False):
+            group.update(shown)
         if self._at_once and not self._has_said_no_buffer:
             self._has_said_no_buffer = True
             self._inform(_NO_BUFFER)

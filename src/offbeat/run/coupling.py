@@ -21,9 +21,9 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -138,6 +138,18 @@ class _Coupled:
         return not self.parameters.isdisjoint(map(id, parameters))
 
 
+class _Wrapped(NamedTuple):
+    """A DDP model as the script made it.
+
+    Attributes:
+        adopted: what all ranks have taken of rank 0's model.
+        trained: the parameters that DDP would exchange, whether or not they are frozen later on.
+    """
+
+    adopted: Adopted = "nothing"
+    trained: Sequence[torch.nn.Parameter] = ()
+
+
 class ScriptSessions(ScriptListener):
     """The sessions of one script.
 
@@ -167,9 +179,7 @@ class ScriptSessions(ScriptListener):
         self._num_older = 0
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._carried = CarriedStates()
-        self._adopted: weakref.WeakKeyDictionary[DistributedDataParallel, Adopted] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._wrapped: WeakKeyDictionary[DistributedDataParallel, _Wrapped] = WeakKeyDictionary()
         self._coupled: list[_Coupled] = []
         self._sharded: dict[int, ShardedModule] = {}  # by module, the root's, once it is known
         self._attached_models: set[int] = set()
@@ -187,9 +197,9 @@ class ScriptSessions(ScriptListener):
     @override
     def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
         self.num_ddp_models += 1
-        self._adopted[ddp] = (
-            "nothing" if not copied else "model" if ddp.broadcast_buffers else "parameters"
-        )
+        trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        adopted: Adopted = "model" if ddp.broadcast_buffers else "parameters"
+        self._wrapped[ddp] = _Wrapped(adopted if copied else "nothing", trained)
         if self._recipe.replicas_differ:
             # Rank 0's buffers would replace all ranks' in each forward pass, and tie them together.
             ddp.broadcast_buffers = False
@@ -347,7 +357,14 @@ class ScriptSessions(ScriptListener):
             self._end(coupled, None, averages=True)
             coupled = None
         if coupled is None:
-            coupled = self._attach(ddp, _optimizer_of(ddp.module, candidates))
+            if not any(parameter.requires_grad for parameter in ddp.module.parameters()):
+                return  # a teacher's, or a critic's while its generator is trained
+            wrapped = _Wrapped("model")
+            if isinstance(ddp, DistributedDataParallel):
+                wrapped = self._wrapped.get(ddp, _Wrapped())
+            with _unfrozen(wrapped.trained):
+                optimizer = _optimizer_of(ddp.module, candidates)
+                coupled = self._attach(ddp, optimizer, wrapped.adopted)
             if coupled is None:
                 return
         coupled.stepped.clear()
@@ -360,6 +377,7 @@ class ScriptSessions(ScriptListener):
         self,
         ddp: DistributedDataParallel | ShardedModule,
         optimizer: torch.optim.Optimizer | None,
+        adopted: Adopted,
     ) -> _Coupled | None:
         model = ddp.module
         if optimizer is None and not model.training:
@@ -367,9 +385,6 @@ class ScriptSessions(ScriptListener):
         for other in list(self._coupled):
             if other.has_any_of(model.parameters()):
                 self._end(other, None, averages=True)
-        adopted: Adopted = "model"
-        if isinstance(ddp, DistributedDataParallel):
-            adopted = self._adopted.get(ddp, "nothing")
         session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
         if session is None:
             return None
@@ -469,9 +484,24 @@ class ScriptSessions(ScriptListener):
             optimizer.register_step_post_hook(lambda *_: self._listener.stepped_without_session())
             LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))
         elif not self._recipe.ddp_exchanges and any(
-            id(p) in stepped for ddp in self._adopted for p in ddp.module.parameters()
+            id(p) in stepped for ddp in self._wrapped for p in ddp.module.parameters()
         ):
             raise ConfigError(WITHOUT_WRAPPER.format(script=sys.argv[0]))
+
+
+@contextmanager
+def _unfrozen(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside, `parameters` require gradients. As DDP, a session goes on with those that are frozen
+    after it was made, and not with those that were frozen before.
+    """
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

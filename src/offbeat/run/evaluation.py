@@ -10,6 +10,10 @@ collective there:
                             this rank's own weights are put back
     model.load_state_dict() what is loaded counts as the mean from then on; after the last step, as
                             where the best model is loaded at the end, the session ends with it
+    parameter.copy_()       what the script puts into the parameters between two steps, such as a
+                            moving average of them, is evaluated and saved in the place of the mean,
+                            unless it writes there after every step; what it puts over the mean
+                            stays there
 
 Where the mean comes from:
 
@@ -37,11 +41,15 @@ from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
 from offbeat.session.sharded import reshard_modules
 from offbeat.session.state import persistent_buffers, plain_name
+from offbeat.weights.shard import local_of
 
 MEAN_EVERY: Final = 50
 """Steps between two means, where they cost an exchange of their own: 2% of the bytes of a strategy
 that sends the weights in each step.
 """
+
+_NUM_SAMPLED: Final = 8
+"""Of how many parameters a few elements are looked at after each step."""
 
 LOGGER = logging.getLogger("offbeat")
 
@@ -74,7 +82,14 @@ class EvaluationWeights(SessionObserver):
             *map(plain_name, persistent_buffers(model, ignored)),
         }
         self._mean: dict[str, torch.Tensor] | None = None
-        self._own: dict[str, torch.Tensor] | None = None
+        # This rank's own weights, and the mean that is in their place.
+        self._own: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
+        trained = [p for p in model.parameters() if p.requires_grad and local_of(p).numel()]
+        self._sampled = trained[:: max(1, len(trained) // _NUM_SAMPLED)]
+        # What the last step has left, and what the one before had left and the last one has found.
+        self._left: list[torch.Tensor] = []
+        self._between: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._has_told_of_writing = False
         self._loaded_since_step: dict[str, torch.Tensor] | None = None
         self._num_steps = 0
         self._rest = ExitStack()
@@ -90,6 +105,7 @@ class EvaluationWeights(SessionObserver):
     def step_ended(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._loaded_since_step = None
+        self._left = self._sample()
         session = self._session
         if session.averages_alone or not session.acting.replicas_differ:
             self._mean = None
@@ -104,14 +120,15 @@ class EvaluationWeights(SessionObserver):
             self.training_goes_on()
         elif self._own is None:
             if (mean := self._newest_mean()) is not None:
-                self._own = self._copies()
+                self._own = self._copies(), mean
                 self._write(mean)
             self._rest.enter_context(self._session.resting())
 
     def training_goes_on(self) -> None:
-        """Put this rank's own weights back, if the mean is in their place."""
+        """Put this rank's own weights back where the mean is in their place."""
         if self._own is not None:
-            self._write(self._own)
+            own, mean = self._own
+            self._write(own, over=mean)
             self._own = None
         self._rest.close()
 
@@ -142,9 +159,38 @@ class EvaluationWeights(SessionObserver):
 
     def _step_begins(self, *_: Any) -> None:
         self.training_goes_on()
+        self._between = self._left, self._sample()
+
+    def _sample(self) -> list[torch.Tensor]:
+        """The first elements of some parameters."""
+        tensors = [local_of(parameter.detach()) for parameter in self._sampled]
+        return [
+            tensor[(0,) * (tensor.dim() - 1)].reshape(-1)[:_NUM_SAMPLED].clone()
+            for tensor in tensors
+        ]
+
+    def _is_written(self) -> bool:
+        """Whether the script has put something else into the parameters since the last step, which
+        it had not done before that.
+        """
+        if _are_equal(self._left, self._sample()) or not _are_equal(*self._between):
+            return False
+        if not self._has_told_of_writing:
+            self._has_told_of_writing = True
+            LOGGER.warning(
+                "the script has written into the parameters since its last step, as it does to"
+                " evaluate a moving average of them: it evaluates and saves what it has written,"
+                " and not the mean of all ranks' models"
+            )
+        return True
 
     def _newest_mean(self) -> dict[str, torch.Tensor] | None:
-        """None where nothing is known of a mean: then this rank's own weights have to do."""
+        """None where nothing is known of a mean: then this rank's own weights have to do; or where
+        the script has put others into their place.
+        """
+        session = self._session
+        if (self._mean is None and not session.averages_alone) or self._is_written():
+            return None
         if self._mean is None and self._session.averages_alone and self._num_steps:
             try:
                 with self._session.resting():
@@ -177,6 +223,7 @@ class EvaluationWeights(SessionObserver):
 
     def _loaded(self, *_: Any) -> None:
         self._own = None
+        self._left = self._sample()
         self._mean = self._loaded_since_step = self._copies()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,7 +236,17 @@ class EvaluationWeights(SessionObserver):
         return {plain_name(name): tensor.detach().clone() for name, tensor in self._tensors()}
 
     @torch.no_grad()
-    def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _write(
+        self, values: Mapping[str, torch.Tensor], over: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """`over`: what a tensor has to hold to be written; None: anything."""
         for name, tensor in self._tensors():
-            tensor.copy_(values[plain_name(name)])
+            key = plain_name(name)
+            if over is None or torch.equal(local_of(tensor), local_of(over[key])):
+                tensor.copy_(values[key])
         reshard_modules(self._model)
+
+
+def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """As far as both go; before the first step there is nothing to compare with."""
+    return all(map(torch.equal, one, other))

@@ -141,7 +141,8 @@ class EventDispatcher:
             model.register_forward_hook(ModuleHook(model, self._on_output)),
             *(node.register_prehook(self._on_progress) for node in self._nodes),
         ]
-        self._handles_of_callbacks: list[Any] = []
+        self._needed: NeededParameters | None = None
+        self._hears_of_gradients = False
         self.listen(acting_at_steps)
         if optimizer is not None:
             # A loop may compile what steps the optimizer, and what callbacks do is nothing to be
@@ -170,24 +171,20 @@ class EventDispatcher:
                 warn=self._notices.warn,
             )
         )
-        self._take_out(self._handles_of_callbacks)
-        if self._those_with("on_gradient_ready"):
-            self._handles_of_callbacks += [
+        # Once, because a parameter that is frozen by then takes no hook.
+        if self._those_with("on_gradient_ready") and not self._hears_of_gradients:
+            self._hears_of_gradients = True
+            self._handles += [
                 whole_of(parameter).register_post_accumulate_grad_hook(
                     partial(self._on_gradient, index)
                 )
                 for index, parameter in enumerate(self._parameters.values())
             ]
-        self._needed: NeededParameters | None = None
+        if self._needed is not None:
+            self._needed.remove()
+        self._needed = None
         if self._those_with("on_parameters_needed"):
             self._needed = NeededParameters(self._model, self._parameters, self._parameters_needed)
-            self._handles_of_callbacks.append(self._needed)
-
-    @staticmethod
-    def _take_out(handles: list[Any]) -> None:
-        for handle in handles:
-            handle.remove()
-        handles.clear()
 
     def _those_with(self, event: str) -> tuple[Callback, ...]:
         """The callbacks that do something at `event`, in order."""
@@ -213,8 +210,11 @@ class EventDispatcher:
         """Take every hook out. Idempotent."""
         self._is_removed = True
         self.sync.remove()
-        self._take_out(self._handles)
-        self._take_out(self._handles_of_callbacks)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._needed is not None:
+            self._needed.remove()
         self._nodes.clear()
 
     # Under backward(create_graph=True) autograd records; what is done with finished gradients is
@@ -276,7 +276,8 @@ class EventDispatcher:
             if parameter.requires_grad:
                 raise UnsupportedError(
                     f"parameter {name!r} was frozen when the session was attached and requires a"
-                    " gradient now; close the session and attach again after unfreezing"
+                    " gradient now; close the session and attach again after unfreezing, or where a"
+                    " script has no session, wrap the model in DistributedDataParallel anew"
                 )
         self._synchronised = self.sync.wanted
         for callback in self._those_with("on_backward_begins"):

@@ -1,0 +1,51 @@
+"""Gradients that a loop computes itself, as evolution strategies and Reptile do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.strategies.base import Strategy
+from thread_support.nets import make_model
+from thread_support.world import ThreadDriver, results_of, session_on
+
+
+def gradients_of(model: torch.nn.Module, rank: int, step: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(5, 4, generator=draw, dtype=torch.float64)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    return [*torch.autograd.grad(loss, [*model.parameters()])]
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize(
+    "strategy",
+    [offbeat.AllReduce(), offbeat.PowerSGD(rank=1000)],
+    ids=lambda each: each.name,
+)
+def test_what_is_written_where_the_last_gradients_were_is_exchanged(
+    strategy: Strategy, zeroes: bool
+) -> None:
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy):
+            for step in range(4):
+                found = gradients_of(model, driver.rank, step)
+                for parameter, gradient in zip(model.parameters(), found, strict=True):
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad.copy_(gradient)
+                optimizer.step()
+                if zeroes:
+                    optimizer.zero_grad(set_to_none=False)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    alone = make_model()
+    for step in range(4):
+        pairs = zip(gradients_of(alone, 0, step), gradients_of(alone, 1, step), strict=True)
+        for parameter, (one, other) in zip(alone.parameters(), pairs, strict=True):
+            parameter.data.sub_((one + other) / 2, alpha=0.05)
+    for found in results_of(2, job):
+        torch.testing.assert_close(found, [*alone.parameters()], rtol=0, atol=1e-12)
