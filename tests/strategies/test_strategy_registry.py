@@ -10,8 +10,8 @@ from importlib import import_module
 import pytest
 
 from offbeat import strategies
+from offbeat.codec.described_options import first_sentence
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.docstrings import first_sentence
 from offbeat.strategies.registry import REGISTRY, StrategyEntry
 
 each_entry = pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def concrete_strategies() -> Iterator[type[Strategy]]:
 
 @each_entry
 def test_an_entry_says_what_its_class_says(entry: StrategyEntry) -> None:
-    kind = entry.load()
+    kind = REGISTRY[entry.name]
     assert issubclass(kind, Strategy)
     assert (kind.name, kind.__name__, kind.__module__) == (
         entry.name,
@@ -45,7 +45,7 @@ def test_an_entry_says_what_its_class_says(entry: StrategyEntry) -> None:
 def test_a_module_or_its_class_names_the_paper(entry: StrategyEntry) -> None:
     number = entry.paper.removeprefix("arXiv ")
     module = import_module(entry.module)
-    assert number in f"{module.__doc__} {entry.load().__doc__}"
+    assert number in f"{module.__doc__} {REGISTRY[entry.name].__doc__}"
 
 
 def test_every_strategy_has_an_entry() -> None:

@@ -41,11 +41,13 @@ class AllReduce(GradientStrategy):
     """
 
     trains_islands = True
+    can_start = True
     needs_optimizer: ClassVar[bool] = False
 
     codec: ValueCodec | str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.codec is not None:
             TopKCodec(values=self.codec)  # which refuses what is no codec of values
 
@@ -53,11 +55,6 @@ class AllReduce(GradientStrategy):
     @override
     def takes_complex(self) -> bool:
         return self.codec is None
-
-    @property
-    @override
-    def can_start(self) -> bool:
-        return True
 
     @override
     def buckets(self, context: Context) -> list[Bucket]:

@@ -104,7 +104,7 @@ class Auto(Strategy):
     quality: Literal["equal", "faster"] = "equal"
 
     def __post_init__(self) -> None:
-        require_one_of("quality", self.quality, ("equal", "faster"))
+        super().__post_init__()
         for option in ("allow", "exclude"):
             for name in _names(getattr(self, option)):
                 require_one_of(option, name, tuple(CANDIDATES))
@@ -392,9 +392,7 @@ class Chooser(Callback):
         return MeasuredRun(
             tensors=[
                 TensorProfile(
-                    num_elements=p.numel(),
-                    ready=float(share),
-                    rows=len(p) if p.dim() > 1 else 1,
+                    num_elements=p.numel(), ready=float(share), rows=len(p) if p.dim() > 1 else 1
                 )
                 for p, share in zip(parameters, ready, strict=True)
                 if p.numel()

@@ -43,11 +43,11 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.errors import ConfigError
+from offbeat.codec.described_options import OneOrMore, ZeroToOne
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import number_of, require_at_least, require_real
+from offbeat.strategies.options import require_real
 from offbeat.weights.model_weights import ModelWeights, restore_
 
 
@@ -60,14 +60,8 @@ class DEFSGD(AveragingStrategy):
         ahead: how much of what a rank owes is in its own parameters, in [0, 1].
     """
 
-    ratio: int = 64
-    ahead: float = 0.3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("ratio", self.ratio, 1)
-        if not 0 <= number_of(self.ahead) <= 1:
-            raise ConfigError(f"ahead must be in [0, 1], got {self.ahead!r}")
+    ratio: OneOrMore = 64
+    ahead: ZeroToOne = 0.3
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

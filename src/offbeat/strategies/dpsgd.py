@@ -34,7 +34,7 @@ from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
-from offbeat.strategies.averaging import AveragingStrategy, codec_of_differences
+from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -49,11 +49,9 @@ class DPSGD(AveragingStrategy):
             difference. None: weights travel whole.
     """
 
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    sends_differences = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        codec_of_differences(self.codec)
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver, codec = context.driver, self.weight_codec

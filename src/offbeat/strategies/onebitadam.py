@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore
 from offbeat.codec.few_bits import SignValues
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec
@@ -45,7 +46,6 @@ from offbeat.gradients.exchange import GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.gradients.reductions import DenseReduction, Reduction, WeightedGradient
 from offbeat.strategies.gradient import GradientStrategy, Reductions
-from offbeat.strategies.options import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,7 @@ class OneBitAdam(GradientStrategy):
             sixth to a quarter of all steps is usual.
     """
 
-    freeze_step: int = 1000
-
-    def __post_init__(self) -> None:
-        require_at_least("freeze_step", self.freeze_step, 1)
+    freeze_step: OneOrMore = 1000
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

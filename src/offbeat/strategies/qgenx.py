@@ -51,6 +51,7 @@ class QGenX(GradientStrategy):
     codec: ValueCodec | str = "stochastic4"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         TopKCodec(values=self.codec)  # which refuses what is no codec of values
 
     @override

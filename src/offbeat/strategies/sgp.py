@@ -35,10 +35,10 @@ from offbeat.averaging.gossip import PushedChanges, PushSum, push_round
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage, WeightExchange
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy, codec_of_differences
-from offbeat.strategies.options import require_at_least
+from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -54,13 +54,10 @@ class SGP(AveragingStrategy):
             weights travel whole.
     """
 
-    out_degree: int = 1
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    sends_differences = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("out_degree", self.out_degree, 1)
-        codec_of_differences(self.codec)
+    out_degree: OneOrMore = 1
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def check_world(self, world_size: int) -> None:
         if world_size > 1 and self.out_degree >= world_size:
