@@ -23,7 +23,6 @@ point where `ahead` is 1.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -184,12 +183,10 @@ class _BlockReduction(ResidualReduction):
         return torch.from_numpy(places).to(self._residual.device)
 
     @override
-    def launch(self, given: WeightedGradient) -> None:
-        begin_s = time.perf_counter()
+    def _launch(self, given: WeightedGradient) -> None:
         tally = self._stage(given)
         self._block = self._draw()
         self._sum = TalliedSum([self._mine[self._block]], tally, self._driver, self._stream)
-        self.encode_s += time.perf_counter() - begin_s
 
     @override
     def wait(self) -> torch.Tensor:
@@ -197,14 +194,11 @@ class _BlockReduction(ResidualReduction):
         return tail
 
     @override
-    def commit(self) -> torch.Tensor:
-        begin_s = time.perf_counter()
+    def _commit(self) -> torch.Tensor:
         self._mine[self._block] = 0
         self._residual, self._mine = self._mine, self._residual
-        flat = self._show(torch.zeros_like(self._mine).index_copy_(0, self._block, self._total))
         self._num_exchanges += 1
-        self.encode_s += time.perf_counter() - begin_s
-        return flat
+        return self._show(torch.zeros_like(self._mine).index_copy_(0, self._block, self._total))
 
     @override
     def local_state(self) -> dict[str, float | torch.Tensor]:

@@ -206,14 +206,14 @@ class _Transformed(SparseReduction):
         )
 
     @override
-    def launch(self, given: WeightedGradient) -> None:
+    def _launch(self, given: WeightedGradient) -> None:
         gradient = given.gradient.to(self._bucket.state_dtype)
         transform_(gradient, self._blocks)
-        super().launch(given._replace(gradient=gradient))
+        super()._launch(given._replace(gradient=gradient))
 
     @override
-    def commit(self) -> torch.Tensor:
-        flat = super().commit()
+    def _commit(self) -> torch.Tensor:
+        flat = super()._commit()
         wide = flat.to(self._bucket.state_dtype)
         transform_(wide, self._blocks, inverse=True)
         if wide is not flat:

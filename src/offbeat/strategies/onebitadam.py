@@ -302,7 +302,7 @@ class _MomentumReduction(CodedReduction):
         self._is_dense = True
 
     @override
-    def launch(self, given: WeightedGradient) -> None:
+    def _launch(self, given: WeightedGradient) -> None:
         self._is_dense = not self._frozen.is_taken
         if self._is_dense:
             self._dense.launch(given)
@@ -310,18 +310,18 @@ class _MomentumReduction(CodedReduction):
         momenta = self._bucket.views_of(given.gradient)
         for momentum, divisor in zip(momenta, self._frozen.divisors(self._bucket), strict=True):
             momentum.div_(divisor)
-        super().launch(given)
+        super()._launch(given)
 
     @override
     def wait(self) -> Tally | torch.Tensor:
         return self._dense.wait() if self._is_dense else super().wait()
 
     @override
-    def commit(self) -> torch.Tensor:
+    def _commit(self) -> torch.Tensor:
         self._dense.tally = self.tally
         if self._is_dense:
             return self._dense.commit()
-        flat, divisors = super().commit(), self._frozen.divisors(self._bucket)
+        flat, divisors = super()._commit(), self._frozen.divisors(self._bucket)
         for step, divisor in zip(self._bucket.views_of(flat), divisors, strict=True):
             step.mul_(divisor.masked_fill(divisor.isinf(), 0))
         return flat
