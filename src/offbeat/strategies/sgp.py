@@ -27,7 +27,8 @@ its own step. There is no overlapped variant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
@@ -78,15 +79,13 @@ class SGP(AveragingStrategy):
             )
 
         peers, codec = Everyone(driver, context.new_stream()), self.weight_codec
-        exchange: WeightExchange = PushSum(weights, peers, in_round=in_round)
+        whole = partial(PushSum, peers=peers, in_round=in_round)
+        exchange: WeightExchange = whole(weights)
         if codec is not None:
-            statistics = replace(weights, parameters={})
             exchange = PushedChanges(
-                context.parameters,
+                weights,
                 peers,
-                statistics=PushSum(statistics, peers, in_round=in_round)
-                if statistics.names
-                else None,
+                whole=whole,
                 in_round=lambda number: push_round(driver.rank, in_round(number)),
                 codec=codec,
             )
