@@ -11,7 +11,8 @@ from typing_extensions import override
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
-from offbeat.collectives.coded_sum import CodedSum, coded_sum
+from offbeat.collectives.base import Exchanged
+from offbeat.collectives.coded_sum import coded_sum
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, WeightedGradient
 from offbeat.transport.driver import Driver, Pending, Stream
@@ -32,7 +33,7 @@ class CodedReduction(ResidualReduction):
     """
 
     # What one exchange leaves for the methods that end it, from `launch` on:
-    _pending: Pending[CodedSum]
+    _pending: Pending[Exchanged[torch.Tensor]]
 
     def __init__(
         self,
