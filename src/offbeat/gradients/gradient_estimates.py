@@ -51,13 +51,7 @@ class EstimateReduction(EncodingReduction):
     _pending: Pending[Exchanged[Sparse]]  # from `launch` on
 
     def __init__(
-        self,
-        bucket: Bucket,
-        driver: Driver,
-        stream: Stream,
-        *,
-        k: int,
-        codec: TopKCodec,
+        self, bucket: Bucket, driver: Driver, stream: Stream, *, k: int, codec: TopKCodec
     ) -> None:
         super().__init__(bucket, driver, stream)
         self.ages = self._ages = EntryAges(bucket.num_elements)
