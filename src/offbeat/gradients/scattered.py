@@ -31,6 +31,7 @@ from offbeat.collectives.dense import (
 from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts
+from offbeat.gradients.gradient_watch import GradientWatch
 from offbeat.gradients.reductions import Reduction, WeightedGradient, launch_sums
 from offbeat.torch_private import version_of
 from offbeat.transport.driver import Driver, Pending, Stream
@@ -136,7 +137,9 @@ class ShardedSteps(Callback):
 
     def __init__(self, buckets: Sequence[Bucket], counts: ExchangeCounts, context: Context) -> None:
         assert context.optimizer is not None
-        self._buckets, self._counts, self._optimizer = buckets, counts, context.optimizer
+        self._buckets, self._optimizer = buckets, context.optimizer
+        self._watch = GradientWatch(counts, compares_norms=False)
+        self._watch.buckets.extend(buckets)
         self._driver, self._notify = context.driver, context.notices.notify
         self._gathers, self._norms = context.new_stream(), context.new_stream()
         self._bucket_of = {i: b for b, bucket in enumerate(buckets) for i in bucket.indices}
@@ -145,7 +148,6 @@ class ShardedSteps(Callback):
         self._sharded = {id(p) for bucket in buckets for p in bucket.parameters}
         self._arriving: dict[int, tuple[Pending[torch.Tensor], list[int]]] = {}
         self._groups: list[list[torch.nn.Parameter]] | None = None  # None: between steps
-        self._published: tuple[int, list[int]] = 0, []
         self._has_warned = False
         self._unhook = self._optimizer.register_state_dict_post_hook(self._warn).remove
 
@@ -165,20 +167,17 @@ class ShardedSteps(Callback):
 
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:
-        self._published = self._counts.exchanges, self._versions()
-
-    def _versions(self) -> list[int]:
-        return [version_of(bucket.flat) for bucket in self._buckets]
+        self._watch.look()
 
     def norm_over_ranks(self, norm: float) -> float:
         """The norm of the mean, of whose parts each rank knows one's, to clip it by. Collective."""
-        self._published = 0, []  # clipping is about to change gradients
+        self._watch.forget()  # clipping is about to change gradients
         return math.hypot(*self._driver.run(gather_values(norm), self._norms.next()))
 
     @override
     def on_before_update(self) -> None:
-        exchanges, versions = self._published
-        if exchanges == self._counts.exchanges and versions and versions != self._versions():
+        self._watch.look_if_new()  # it may have joined its peers' exchange just now
+        if self._watch.compare():
             raise UnsupportedError(
                 "gradients were changed between backward() and optimizer.step(), and each rank has"
                 " its part of them alone; clip them by session.clip_grad_norm_(), or use"
@@ -200,6 +199,7 @@ class ShardedSteps(Callback):
 
     @override
     def on_after_step(self) -> None:
+        self._watch.step_ended()
         self._put_back()
         # The next forward pass needs those first that backward has reached last.
         for b in reversed(range(len(self._buckets))):
