@@ -83,7 +83,8 @@ class OptionDescription:
 
 def check_options(options: Any) -> None:
     """Raise `ConfigError` where a field of a dataclass holds what its annotation does not allow."""
-    for option in describe_options(type(options)):
+    kind: Any = type(options)
+    for option in describe_options(kind):
         if not allows(option.hint, value := getattr(options, option.name)):
             raise option.refusal(value)
 

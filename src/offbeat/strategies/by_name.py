@@ -161,15 +161,15 @@ def _tupled(value: object) -> object:
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
-def _options_by_name(kind: type[Any]) -> dict[str, tuple[str | None, OptionDescription]]:
+def _options_by_name(kind: Any) -> dict[str, tuple[str | None, OptionDescription]]:
     """The options of a strategy, each with the field that it is an option of, such as K-FAC's
     `curvature`; None: of the strategy itself.
     """
     found: dict[str, tuple[str | None, OptionDescription]] = {}
     for option in describe_options(kind):
         if dataclasses.is_dataclass(option.default):
-            inner = describe_options(type(option.default))
-            found |= {each.name: (option.name, each) for each in inner}
+            inner: Any = type(option.default)
+            found |= {each.name: (option.name, each) for each in describe_options(inner)}
         else:
             found[option.name] = None, option
     return found
