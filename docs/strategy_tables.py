@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Annotated
 
 import offbeat
+from offbeat.codec.described_options import OptionDescription, describe_options
 from offbeat.codec.topk_codec import SELECTORS
 from offbeat.strategies import REGISTRY
-from offbeat.strategies.docstrings import OptionDescription, describe_options
 
 DOCS = Path(__file__).parent
 OBJECTS = {"curvature": offbeat.Curvature}
@@ -123,7 +123,7 @@ def _object_rows(name: str) -> Iterator[str]:
         names: dict[str, list[str]] = {}
         for hint in typing.get_args(option.hint):
             named = typing.get_args(hint)[-1] if typing.get_origin(hint) is Annotated else {}
-            for key in named:
+            for key in named if isinstance(named, Mapping) else ():
                 text = re.sub(r"\s+", " ", (inspect.getdoc(named[key]) or "").split("\n\n", 1)[0])
                 names.setdefault(text, []).append(f'`"{key}"`')
         for text, keys in names.items():
@@ -147,7 +147,9 @@ def _allowed(hint: object) -> str:
     if hint is type(None):
         return "`None`"
     if typing.get_origin(hint) is Annotated:
-        return ", ".join(f'`"{name}"`' for name in typing.get_args(hint)[-1])
+        kind, limit = typing.get_args(hint)
+        is_table = isinstance(limit, Mapping)
+        return ", ".join(f'`"{name}"`' for name in limit) if is_table else _allowed(kind)
     if (kind := typing.get_origin(hint)) in (tuple, Mapping):
         return f"a {kind.__name__.lower()}"
     if hint is bool:

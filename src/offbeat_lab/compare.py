@@ -27,6 +27,7 @@ from typing import Protocol, cast
 import psutil
 from pydantic import JsonValue
 
+from offbeat.codec.described_options import first_sentence
 from offbeat.errors import ConfigError, OffbeatError, RecordError
 from offbeat.run import records
 from offbeat.run.config import EmulationMode, RunConfig, ScriptCommand, script_run
@@ -34,7 +35,6 @@ from offbeat.run.interrupts import Interrupts, interrupts
 from offbeat.run.progress import Listener, MembershipChange, WorkerProgress
 from offbeat.session.checkpoint import Json
 from offbeat.strategies.by_name import strategy_values
-from offbeat.strategies.docstrings import first_sentence
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.analysis import analyse
 from offbeat_lab.cluster import Cluster

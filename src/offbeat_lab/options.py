@@ -9,11 +9,12 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
+from offbeat.codec.described_options import type_text
 from offbeat.errors import ConfigError, nearest
 from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.strategies import by_name
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.by_name import Option, asked_names, options_of, type_text
+from offbeat.strategies.by_name import Option, asked_names, options_of
 from offbeat_lab.native import NATIVE, Native
 from offbeat_lab.tasks import task_type
 

@@ -266,12 +266,12 @@ def test_the_papers_example() -> None:
     assert groups(1, range(8), 4) == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
-@pytest.mark.parametrize("world_size", [4, 8, 16, 64])
-def test_partners_of_a_butterfly_differ_in_as_many_bits_as_the_group_has(world_size: int) -> None:
+@pytest.mark.parametrize(("bits", "of_group"), [(2, 2), (3, 1), (3, 2), (4, 3), (5, 3), (6, 2)])
+def test_partners_in_a_butterfly_differ_in_the_versions_bits(bits: int, of_group: int) -> None:
     for version in range(7):
-        for group in groups(version, range(world_size), 4):
-            free = np.bitwise_or.reduce([rank ^ group[0] for rank in group])
-            assert int(free).bit_count() == 2
+        free = {1 << (version * of_group + phase) % bits for phase in range(of_group)}
+        for group in groups(version, range(1 << bits), 1 << of_group):
+            assert np.bitwise_or.reduce([rank ^ group[0] for rank in group]) == sum(free)
 
 
 def test_exact_averaging_in_full_turns_reaches_the_mean() -> None:

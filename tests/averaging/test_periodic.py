@@ -219,7 +219,7 @@ def test_of_several_rates_the_highest_counts() -> None:
     ("options", "message"),
     [
         ({"codec": "sparselocos"}, "did you mean 'sparseloco'"),
-        ({"codec": offbeat.TopKCodec()}, "codec must be a WeightCodec"),
+        ({"codec": offbeat.TopKCodec()}, "allowed is WeightCodec"),
         ({"period": "adaptiv"}, "did you mean 'adaptive'"),
         ({"period": 0}, "at least 1"),
         ({"period": "adaptive", "warmup": 3}, "says it itself"),

@@ -16,7 +16,8 @@ from offbeat.codec.dense_wire import PIECE, DenseWire
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives import gossip
-from offbeat.collectives.coded_sum import CodedSum, coded_sum
+from offbeat.collectives.base import Exchanged
+from offbeat.collectives.coded_sum import coded_sum
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import PeerError, WireError
@@ -41,7 +42,9 @@ def tally_of(rank: int) -> Tally:
     )
 
 
-def summed(vectors: Sequence[torch.Tensor], name: str, seed: int = 0) -> list[CodedSum]:
+def summed(
+    vectors: Sequence[torch.Tensor], name: str, seed: int = 0
+) -> list[Exchanged[torch.Tensor]]:
     size = len(vectors)
     return VirtualCluster(size, seed=seed).run(
         [

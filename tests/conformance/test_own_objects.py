@@ -338,5 +338,5 @@ def test_options_take_objects_and_names_alike() -> None:
 @pytest.mark.parametrize("codec", ["float23", "reuse+exact", "", "float8+", 8])
 def test_a_codec_that_is_none_is_refused(codec: Any) -> None:
     for kind in (offbeat.GTopK, offbeat.TopK, offbeat.EF21):
-        with pytest.raises(ConfigError, match="codec must be a TopKCodec, or of 'exact', "):
+        with pytest.raises(ConfigError, match="codec .*TopKCodec"):
             kind(codec=codec)

@@ -559,10 +559,16 @@ def test_a_state_of_something_else_is_refused(kind: AveragingStrategy, attached:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: offbeat.LocalSGD(period=0), "period must be an integer of at least 1, got 0"),
+        (
+            lambda: offbeat.LocalSGD(period=0),
+            "period of LocalSGD: got 0; allowed is whole number of",
+        ),
         (lambda: offbeat.LocalSGD(start_step=-1), "start_step"),
         (lambda: offbeat.LocalSGD(start_step=2, start="spdkfca"), "did you mean 'spdkfac'"),
-        (lambda: offbeat.LocalSGD(start_step=2, start=["spdkfac"]), "start must be one of"),
+        (
+            lambda: offbeat.LocalSGD(start_step=2, start=["spdkfac"]),
+            "allowed is Strategy . allreduce",
+        ),
         (lambda: offbeat.LocalSGD(start_step=2, start=offbeat.WAGMA()), r"got WAGMA\("),
         (lambda: offbeat.LocalSGD(start="spdkfac"), "start_step is 0; set it"),
         (
@@ -573,8 +579,8 @@ def test_a_state_of_something_else_is_refused(kind: AveragingStrategy, attached:
         (lambda: offbeat.LocalSGD(outer=0.7), r"offbeat.Outer\(lr"),
         (lambda: offbeat.LocalSGD(outer=0.7), "functools.partial"),
         (lambda: offbeat.LocalSGD(optimizer_state="mean"), "optimizer_state"),
-        (lambda: offbeat.Outer(lr=0), "outer lr"),
-        (lambda: offbeat.Outer(momentum=1.0), "outer momentum"),
+        (lambda: offbeat.Outer(lr=0), "lr of Outer"),
+        (lambda: offbeat.Outer(momentum=1.0), "momentum of Outer"),
         (lambda: offbeat.Outer(momentum=0.0), "nesterov=False"),
         (lambda: offbeat.SGP(out_degree=0), "out_degree"),
         (lambda: offbeat.SGP(out_degree=4).check_world(4), "send to 3 others"),

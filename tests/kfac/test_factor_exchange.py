@@ -445,15 +445,15 @@ def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"damping": -1e-3}, "damping must be greater than 0"),
-        ({"damping": float("nan")}, "damping must be greater than 0"),
-        ({"factor_interval": 0}, "factor_interval must be an integer of at least 1"),
-        ({"inverse_interval": 0}, "inverse_interval must be an integer of at least 1"),
-        ({"kl_clip": 0.0}, "kl_clip must be greater than 0"),
+        ({"damping": -1e-3}, "damping .* greater than 0"),
+        ({"damping": float("nan")}, "damping .* greater than 0"),
+        ({"factor_interval": 0}, "factor_interval .* of at least 1"),
+        ({"inverse_interval": 0}, "inverse_interval .* of at least 1"),
+        ({"kl_clip": 0.0}, "kl_clip .* greater than 0"),
         ({"exchange": "gtopp"}, "did you mean 'gtopk'"),
-        ({"exchange": offbeat.LocalSGD()}, "that exchanges gradients"),
-        ({"curvature": {"max_dim": 100}}, "curvature must be an offbeat.Curvature"),
-        ({"grafting": "global"}, "grafting must be one of"),
+        ({"exchange": offbeat.LocalSGD()}, "allowed is GradientStrategy"),
+        ({"curvature": {"max_dim": 100}}, "allowed is Curvature"),
+        ({"grafting": "global"}, "allowed is auto . none"),
     ],
 )
 def test_options_outside_their_range_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -263,7 +264,7 @@ def test_settings_that_cannot_be_meant_are_refused(settings: list[str], message:
         (
             "gtopk",
             {"density": "lots"},
-            "option density of strategy 'gtopk': got 'lots'; allowed is number",
+            "option density of GTopK: got 'lots'; allowed is number",
         ),
         ("gtopk", {"collective": "ring"}, "option collective .*got 'ring'; allowed is auto"),
         ("gtopk", {"densty": "1"}, "no option 'densty'.*'density'"),
@@ -283,7 +284,25 @@ def test_options_of_kfacs_curvature_are_written_like_its_own() -> None:
     assert build_strategy(name, options) == offbeat.SPDKFAC(
         damping=0.1, curvature=offbeat.Curvature(max_dim=256, plain=("head", "LayerNorm"))
     )
-    with pytest.raises(ConfigError, match="option max_dim of strategy 'spdkfac': got 'many'"):
+    with pytest.raises(ConfigError, match="option max_dim of Curvature: got 'many'"):
         build_strategy(name, {"max_dim": "many"})
-    with pytest.raises(ConfigError, match="max_dim must be an integer of at least 1"):
+    with pytest.raises(ConfigError, match="got '0'; allowed is whole number of at least 1"):
         build_strategy(name, {"max_dim": "0"})
+
+
+@pytest.mark.parametrize(("text", "value"), [("none", "none"), ("floor", "floor")])
+def test_none_is_a_name_where_an_option_has_it(text: str, value: Any) -> None:
+    assert build_strategy("spdkfac", {"grafting": text}) == offbeat.SPDKFAC(grafting=value)
+    assert build_strategy("spdkfac", {"kl_clip": "none"}) == offbeat.SPDKFAC(kl_clip=None)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: offbeat.DeMo(sign="false"),  # type: ignore[arg-type]
+        lambda: offbeat.WAGMA(overlap="no"),  # type: ignore[arg-type]
+    ],
+)
+def test_text_is_not_taken_for_true(build: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match="got '.*'; allowed is true . false"):
+        build()

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from offbeat.codec.described_options import first_sentence
 from offbeat.errors import ConfigError
 from offbeat.run.recipes import SCRIPT_STRATEGIES, NoExchange
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.by_name import strategy_values
-from offbeat.strategies.docstrings import first_sentence
 from offbeat.transport.operations import AllReduceTensor
 from offbeat_lab.attaching import attach_recipe
 from offbeat_lab.config import Request, resolve, resolve_resume

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -277,12 +277,25 @@ def test_state_of_the_optimizer_is_divided_by_the_number_of_ranks() -> None:
     assert max(held) < 0.4 * sum(held)
 
 
-def test_gradients_of_parts_that_the_loop_clips_are_refused() -> None:
+def clip(parameters: Iterable[torch.nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+def centre(parameters: Iterable[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad - parameter.grad.mean()
+
+
+@pytest.mark.parametrize("change", [clip, centre])
+def test_gradients_of_parts_that_the_loop_changes_are_refused(
+    change: Callable[[Iterable[torch.nn.Parameter]], None],
+) -> None:
     net = attended()
     optimizer = OPTIMIZERS["momentum"](list(net.parameters()))
     with offbeat.attach(net, optimizer, offbeat.DeAR()):
         loss_of(net, 0, 0).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        change(net.parameters())
         with pytest.raises(UnsupportedError, match=r"session\.clip_grad_norm_"):
             optimizer.step()
 

@@ -111,7 +111,7 @@ def test_schedules_and_codecs_have_names_in_text() -> None:
     assert in_text.averages_state == as_mapping.averages_state
     assert build_strategy("localsgd", strategy_values(as_mapping)) == as_mapping
     shown = {option.name: option.allowed for option in options_of(offbeat.LocalSGD)}
-    assert shown["period"] == "whole number | adaptive"
+    assert shown["period"] == "whole number of at least 1 | adaptive"
     assert shown["optimizer_state"] == "text | local | averaged | none"
     assert shown["codec"] == "linear8 | linear4 | e3m0 | sign | sparseloco | none"
     with pytest.raises(ConfigError, match=r"'sparse'; allowed is linear8 .* \| none"):

@@ -13,8 +13,8 @@ from typing import ClassVar
 import pytest
 
 from offbeat import strategies
+from offbeat.codec.described_options import describe_options, first_sentence, option_texts
 from offbeat.strategies.allreduce import AllReduce
-from offbeat.strategies.docstrings import describe_options, first_sentence, option_texts
 from offbeat.strategies.registry import REGISTRY
 
 SOURCES = sorted(Path(strategies.__path__[0]).glob("*.py"))

@@ -1,11 +1,9 @@
-"""The alpha-beta model: a message of m bytes takes alpha + m * beta seconds. And the choice of what
-is cheapest.
-"""
+"""The alpha-beta model: a message of m bytes takes alpha + m * beta seconds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -102,15 +100,6 @@ class NetworkCosts:
         besides.
         """
         return k * self.entry_s * (1 + READING * read_again)
-
-
-def cheapest(costs_s: Mapping[str, float]) -> str:
-    """The name with the least cost; among equals the first.
-
-    >>> cheapest({"dense": 2.0, "all_gather": 1.0})
-    'all_gather'
-    """
-    return min(costs_s, key=lambda name: costs_s[name])
 
 
 def fit_link(samples: Iterable[tuple[int, float]]) -> LinkCost:

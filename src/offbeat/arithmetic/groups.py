@@ -5,15 +5,16 @@ In any ceil(log_S P) + 1 consecutive versions every rank is connected with every
 both numbers are powers of two, ceil(log_S P) versions suffice. Every member computes the same
 groups from the same arguments, so that no message is needed to agree on them.
 
-With powers of two this is the butterfly of WAGMA-SGD (arXiv 2005.00124, algorithm 1). **Difference
-from the paper:** the mask of the printed algorithm accumulates over the phases, which contradicts
-the paper's own example: P = 8, S = 4, t = 1 should give {0, 1, 4, 5} and {2, 3, 6, 7}, and gives
-groups of two as printed. Here a group of version t consists of the ranks whose positions agree in
-all bits except `{(t g + r) mod n : r = 0 .. g-1}`, with g = log2 S and n = log2 P.
+The members form a sequence that is cut into groups. The sequence of the next version has first the
+first member of every group, then the second member of every group, and so on; it is cut into groups
+again.
 
-In all other cases the members form a sequence that is cut into groups. The sequence of the next
-version has first the first member of every group, then the second member of every group, and so on;
-it is cut into groups again.
+With powers of two this turns the bits of a position by g = log2 S, and is the butterfly of
+WAGMA-SGD (arXiv 2005.00124, algorithm 1): a group of version t consists of the ranks whose
+positions agree in all bits except `{(t g + r) mod n : r = 0 .. g-1}`, with n = log2 P.
+**Difference from the paper:** the mask of the printed algorithm accumulates over the phases, which
+contradicts the paper's own example: P = 8, S = 4, t = 1 should give {0, 1, 4, 5} and {2, 3, 6, 7},
+and gives groups of two as printed.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def default_group_size(num_members: int) -> int:
     >>> [default_group_size(num_members) for num_members in (1, 2, 4, 5, 8, 16, 17, 64)]
     [2, 2, 2, 3, 4, 4, 5, 8]
     """
-    if _is_power_of_two(num_members):
+    if num_members & (num_members - 1) == 0:
         return max(2, 1 << (num_members.bit_length() // 2))
     return max(2, math.ceil(math.sqrt(num_members)))
 
@@ -158,29 +159,9 @@ def _groups_of_positions(
     num_members: int, group_size: int, version: int
 ) -> tuple[tuple[int, ...], ...]:
     """The groups of `version`, as sorted positions in the list of members."""
-    if _is_power_of_two(num_members) and _is_power_of_two(group_size) and group_size > 1:
-        found = _butterfly(num_members, group_size, version)
-    else:
-        count = num_groups(num_members, group_size)
-        found = np.array_split(_power(_next_sequence(num_members, count), version), count)
+    count = num_groups(num_members, group_size)
+    found = np.array_split(_power(_next_sequence(num_members, count), version), count)
     return tuple(tuple(np.sort(group).tolist()) for group in found)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def _butterfly(num_members: int, group_size: int, version: int) -> list[NDArray[np.int64]]:
-    num_bits, bits_per_version = num_members.bit_length() - 1, group_size.bit_length() - 1
-    free_bits = [
-        (version * bits_per_version + phase) % num_bits for phase in range(bits_per_version)
-    ]
-    # Members of one group agree in all bits but the free ones, so a stable sort by the fixed bits
-    # puts the members of each group next to each other.
-    fixed = ~np.int64(sum(1 << bit for bit in free_bits))
-    positions = np.arange(num_members)
-    in_order_of_groups = positions[np.argsort(positions & fixed, kind="stable")]
-    return list(in_order_of_groups.reshape(-1, group_size))
 
 
 def _next_sequence(num_members: int, count: int) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -167,9 +168,9 @@ class NeighbourChanges(ExchangeWithPeers[dict[str, list[Message]]]):
     parameters for each link that it tells or hears.
 
     Args:
-        parameters: what is averaged, by name.
-        statistics: averages statistics with the same peers; None: there are none.
+        weights: what is averaged.
         peers: carries rounds out.
+        whole: averages statistics with the same peers.
         in_round: what this rank does, by the round's number.
         codec: how changes travel, without a decay or clipping.
     """
@@ -179,17 +180,18 @@ class NeighbourChanges(ExchangeWithPeers[dict[str, list[Message]]]):
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
+        weights: ModelWeights,
         peers: Everyone,
         *,
-        statistics: WeightExchange | None,
+        whole: Callable[[ModelWeights], WeightExchange],
         in_round: Callable[[int], ChangesRound],
         codec: WeightCodec,
     ) -> None:
         super().__init__(peers)
-        self._statistics, self._in_round = statistics, in_round
-        self._parameters, self._codec = parameters, codec
-        self._pack = Pack([*parameters.values()])
+        statistics = replace(weights, parameters={})
+        self._statistics = whole(statistics) if statistics.names else None
+        self._parameters, self._codec, self._in_round = weights.parameters, codec, in_round
+        self._pack = Pack([*self._parameters.values()])
         # Coarse changes would feed their own errors back in whole steps, the more the fewer travel.
         is_fine = codec.density == 1 and codec.entries.values.bits >= 4
         self._gamma = 1.0 if is_fine else math.sqrt(codec.density) / 2

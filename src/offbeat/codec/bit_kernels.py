@@ -62,10 +62,7 @@ def count_rice(indices: NDArray[np.int64], shift: int) -> np.int64:
 
 @kernel
 def encode_rice(
-    indices: NDArray[np.int64],
-    shift: int,
-    unary: NDArray[np.uint8],
-    lower: NDArray[np.uint32],
+    indices: NDArray[np.int64], shift: int, unary: NDArray[np.uint8], lower: NDArray[np.uint32]
 ) -> None:
     """Rice codes of the gaps between ascending indices (Golomb's, with a power of two): a gap's
     upper bits as so many zeros and a one, its lower bits as they are.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,12 @@ from offbeat.errors import ConfigError
 
 BLOCK: Final = 1024
 """Values that share a scale: layers, whose magnitudes differ by orders, are then apart."""
+
+Scales: TypeAlias = NDArray[np.float32]
+"""Of each block."""
+
+Packed: TypeAlias = NDArray[np.uint8]
+"""Codes side by side, the lowest bit first."""
 
 
 def pack(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
@@ -75,7 +81,7 @@ class _ScaledValues(ValueCodec):
         self._unpack(coded[at_codes:], scales, values)
         return values
 
-    def _scales(self, values: NDArray[np.floating]) -> NDArray[np.float32]:
+    def _scales(self, values: NDArray[np.floating]) -> Scales:
         """Of each block, at most what float32 can say."""
         begins = np.arange(0, values.size, BLOCK)
         magnitudes = np.abs(values)
@@ -88,14 +94,10 @@ class _ScaledValues(ValueCodec):
         return np.fmin(scales, np.finfo(np.float32).max).astype(np.float32)
 
     @abstractmethod
-    def _pack(
-        self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
-    ) -> None:
+    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
         """Write the code of each value into `packed`, in the order in which `pack` does."""
 
-    def _unpack(
-        self, packed: NDArray[np.uint8], scales: NDArray[np.float32], values: NDArray[np.float32]
-    ) -> None:
+    def _unpack(self, packed: Packed, scales: Scales, values: NDArray[np.float32]) -> None:
         """Read what `_pack` has written. Codes are evenly spaced levels, unless it says else."""
         bit_kernels.decode_linear(packed, scales, BLOCK, self.bits, values)
 
@@ -117,9 +119,7 @@ class LinearValues(_ScaledValues):
         self.stochastic = stochastic
 
     @override
-    def _pack(
-        self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
-    ) -> None:
+    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
         draws = np.full(1, 0.5, dtype=np.float32)
         if self.stochastic:
             generator = np.random.default_rng(zlib.crc32(values.tobytes()))
@@ -139,9 +139,7 @@ class SignValues(_ScaledValues):
         super().__init__(bits=1)
 
     @override
-    def _pack(
-        self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
-    ) -> None:
+    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
         bit_kernels.encode_signs(values, BLOCK, packed)
 
 
@@ -156,15 +154,11 @@ class E3M0Values(_ScaledValues):
         super().__init__(bits=4)
 
     @override
-    def _pack(
-        self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
-    ) -> None:
+    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
         bit_kernels.encode_exponents(values, scales, BLOCK, packed)
 
     @override
-    def _unpack(
-        self, packed: NDArray[np.uint8], scales: NDArray[np.float32], values: NDArray[np.float32]
-    ) -> None:
+    def _unpack(self, packed: Packed, scales: Scales, values: NDArray[np.float32]) -> None:
         bit_kernels.decode_exponents(packed, scales, BLOCK, values)
 
 

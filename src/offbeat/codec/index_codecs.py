@@ -124,11 +124,7 @@ class GapIndices(IndexCodec):
             return CodedIndices(self._ALL, np.empty(0, np.uint8))
         num_short, num_long = _count_gaps(indices)
         plain = self._plain(num_elements)
-        counts = {
-            self._SHORT_GAPS: int(num_short),
-            self._GAPS: int(num_long),
-            plain: indices.size,
-        }
+        counts = {self._SHORT_GAPS: int(num_short), self._GAPS: int(num_long), plain: indices.size}
         total_bytes = {
             layout: count * self._DTYPES[layout].itemsize for layout, count in counts.items()
         }

@@ -17,14 +17,13 @@ Cost per selection: one pass, as of re-using a threshold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 import torch
 from typing_extensions import override
 
-from offbeat.codec.selectors import THRESHOLD, Selection, Selector, reuse
+from offbeat.codec.selectors import THRESHOLD, Memory, Selection, Selector, reuse
 
 _AGE: Final = "age"
 _WITHIN: Final = (0.25, 4.0)
@@ -39,18 +38,12 @@ class KeptThreshold(Selector):
         self.period = period
 
     @override
-    def initial_state(self) -> Mapping[str, float]:
+    def initial_state(self) -> Memory:
         return {THRESHOLD: 0.0, _AGE: 0.0}
 
     @override
     def select(
-        self,
-        flat: torch.Tensor,
-        residual: torch.Tensor,
-        *,
-        k: int,
-        weight: float,
-        state: Mapping[str, float],
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         kept = state[THRESHOLD] if state[_AGE] < self.period else 0.0
         found = reuse(flat, residual, k=k, weight=weight, threshold=kept, within=_WITHIN)

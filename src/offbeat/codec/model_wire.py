@@ -174,22 +174,12 @@ class ModelMessage:
     def to_bytes(self) -> memoryview:
         """The message as it travels, read-only."""
         is_rounded = self.codes.size > 0
-        head = _HEAD.pack(
-            self.kind,
-            self.fresh | self.arrived << 1,
-            _CODES[self.values.dtype] + _ROUNDED * is_rounded,
-            self.bits,
-            self.generation,
-            self.version,
-            self.step,
-            self.weight,
-            self.participants,
-            self.num_elements,
-            self.begin,
-            self.size,
-            len(self.notes),
-            self.counters.size,
-        )
+        flags = self.fresh | self.arrived << 1
+        code = _CODES[self.values.dtype] + _ROUNDED * is_rounded
+        when = self.generation, self.version, self.step
+        what = self.weight, self.participants, self.num_elements, self.begin
+        counts = self.size, len(self.notes), self.counters.size
+        head = _HEAD.pack(self.kind, flags, code, self.bits, *when, *what, *counts)
         notes = [_NOTE.pack(note.weight, note.step, note.fresh) for note in self.notes]
         counters = np.ascontiguousarray(self.counters, _COUNTER).data
         values = np.ascontiguousarray(self.values).data
@@ -212,18 +202,8 @@ class ModelMessage:
                 f"a message of a group average has {HEAD_BYTES} bytes or more, got {len(data)}; it"
                 " was truncated"
             )
-        kind, flags, code, bits, generation, *rest = _HEAD.unpack_from(data)
-        (
-            version,
-            step,
-            weight,
-            participants,
-            num_elements,
-            begin,
-            num_values,
-            num_notes,
-            num_counters,
-        ) = rest
+        kind, flags, code, bits, generation, version, step, *rest = _HEAD.unpack_from(data)
+        weight, participants, num_elements, begin, num_values, num_notes, num_counters = rest
         is_rounded, dtype = code >= _ROUNDED, _DTYPES.get(code % _ROUNDED)
         if (
             flags > 3

@@ -27,6 +27,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -58,6 +59,10 @@ over vectorised.
 """
 
 
+Memory: TypeAlias = Mapping[str, float]
+"""What a selector remembers of a bucket from step to step, by name."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
     """What was picked.
@@ -70,7 +75,7 @@ class Selection:
 
     sparse: Sparse
     finite: bool
-    state: Mapping[str, float] = field(default_factory=dict)
+    state: Memory = field(default_factory=dict)
 
 
 class Selector(OptionValue):
@@ -81,19 +86,13 @@ class Selector(OptionValue):
     bucket, forgets it together with a step that is discarded, and checkpoints it.
     """
 
-    def initial_state(self) -> Mapping[str, float]:
+    def initial_state(self) -> Memory:
         """The state before the first step. Its keys are all keys there are."""
         return {}
 
     @abstractmethod
     def select(
-        self,
-        flat: torch.Tensor,
-        residual: torch.Tensor,
-        *,
-        k: int,
-        weight: float,
-        state: Mapping[str, float],
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         """Pick entries, and leave the others.
 
@@ -116,13 +115,7 @@ class Exact(Selector):
 
     @override
     def select(
-        self,
-        flat: torch.Tensor,
-        residual: torch.Tensor,
-        *,
-        k: int,
-        weight: float,
-        state: Mapping[str, float],
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         return exact(flat, residual, k=k, weight=weight)
 
@@ -133,18 +126,12 @@ class ThresholdReuse(Selector):
     """
 
     @override
-    def initial_state(self) -> Mapping[str, float]:
+    def initial_state(self) -> Memory:
         return {THRESHOLD: 0.0}
 
     @override
     def select(
-        self,
-        flat: torch.Tensor,
-        residual: torch.Tensor,
-        *,
-        k: int,
-        weight: float,
-        state: Mapping[str, float],
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         return reuse(flat, residual, k=k, weight=weight, threshold=state[THRESHOLD])
 

@@ -22,14 +22,13 @@ of re-using a threshold. Twice the time of exact selection on a CPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 import torch
 from typing_extensions import override
 
-from offbeat.codec.selectors import Selection, Selector, reuse
+from offbeat.codec.selectors import Memory, Selection, Selector, reuse
 
 _FIRST: Final = 0.25
 _STEPS: Final = 5  # between changes of the number of stages
@@ -42,18 +41,12 @@ class SIDCo(Selector):
     """
 
     @override
-    def initial_state(self) -> Mapping[str, float]:
+    def initial_state(self) -> Memory:
         return {"stages": 1.0, "steps": 0.0, "reached": 0.0}
 
     @override
     def select(
-        self,
-        flat: torch.Tensor,
-        residual: torch.Tensor,
-        *,
-        k: int,
-        weight: float,
-        state: Mapping[str, float],
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         magnitudes = torch.add(residual, flat, alpha=weight).abs_()
         density = k / max(1, flat.numel())
@@ -85,7 +78,7 @@ def fitted_threshold(magnitudes: torch.Tensor, density: float, *, num_stages: in
     return threshold
 
 
-def _next(state: Mapping[str, float], reached: float, density: float) -> Mapping[str, float]:
+def _next(state: Memory, reached: float, density: float) -> Memory:
     """The state after a step in which `reached` times k entries reached the threshold."""
     stages, steps, total = state["stages"], state["steps"] + 1, state["reached"] + reached
     if steps < _STEPS:

@@ -13,8 +13,6 @@ the median is the mean of the middle two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,7 +20,7 @@ from typing_extensions import override
 
 from offbeat.codec.few_bits import LevelValues, pack, unpack
 from offbeat.codec.index_codecs import CodedIndices, IndexCodec
-from offbeat.codec.selectors import Selection, Selector
+from offbeat.codec.selectors import Memory, Selection, Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import is_finite
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
@@ -36,9 +34,7 @@ class SparseLoCo(WeightCodec):
 
     def __init__(self) -> None:
         entries = TopKCodec(
-            selector=ChunkSelector(4096),
-            values=LevelValues(bits=2),
-            indices=ChunkIndices(4096),
+            selector=ChunkSelector(4096), values=LevelValues(bits=2), indices=ChunkIndices(4096)
         )
         super().__init__(density=1 / 64, decay=0.95, entries=entries, clip_to_median=True)
 
@@ -64,13 +60,7 @@ class ChunkSelector(Selector):
 
     @override
     def select(
-        self,
-        flat: torch.Tensor,
-        residual: torch.Tensor,
-        *,
-        k: int,
-        weight: float,
-        state: Mapping[str, float],
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         torch.add(residual, flat, alpha=weight, out=flat)
         n = flat.numel()
@@ -82,8 +72,7 @@ class ChunkSelector(Selector):
         picked = flat[indices].cpu().numpy()
         flat[indices] = 0
         return Selection(
-            sparse=Sparse(indices=indices.cpu().numpy(), values=picked, num_elements=n),
-            finite=True,
+            sparse=Sparse(indices=indices.cpu().numpy(), values=picked, num_elements=n), finite=True
         )
 
 

@@ -95,12 +95,7 @@ class Tally:
             )
         bits = np.frombuffer(data, dtype=np.uint8, offset=_HEAD.size)
         used = np.unpackbits(bits, count=num_parameters).astype(np.bool_)
-        return cls(
-            weight=weight,
-            num_nonfinite=num_nonfinite,
-            num_failed=num_failed,
-            used=used,
-        )
+        return cls(weight=weight, num_nonfinite=num_nonfinite, num_failed=num_failed, used=used)
 
     def write_to(self, tail: torch.Tensor) -> None:
         """Lay the tally out as the numbers of `tail`, shape (NUM_COUNTERS + number of parameters,),

@@ -26,44 +26,36 @@ from offbeat.codec.value_codecs import ValueCodec
 from offbeat.codec.wire import HEAD_BYTES, LENGTH_BYTES, Wire
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class WeightlessMessage:
     """A message that has a length, and what its receiver would read in it.
 
     A virtual cluster passes it on as it is (`VirtualCluster` of the lab).
     """
 
-    __slots__ = ("content", "num_bytes")
-
-    def __init__(self, num_bytes: int, content: object = None) -> None:
-        self.num_bytes = num_bytes
-        self.content = content
+    num_bytes: int
+    content: object
 
     def __len__(self) -> int:
         return self.num_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class WeightlessVector(WeightlessMessage):
     """Part of a vector of `whole` bytes, behind a head that has content."""
 
-    __slots__ = ("whole",)
-
-    def __init__(self, num_bytes: int, content: object, whole: int) -> None:
-        super().__init__(num_bytes, content)
-        self.whole = whole
+    whole: int
 
     def part(self, begin: int, end: int) -> WeightlessVector:
         """Its bytes from `begin` to `end`."""
         return WeightlessVector(min(end, self.num_bytes) - begin, self.content, self.whole)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class WeightlessCode(WeightlessVector):
     """A vector that `values` has coded."""
 
-    __slots__ = ("values",)
-
-    def __init__(self, num_bytes: int, content: object, whole: int, values: ValueCodec) -> None:
-        super().__init__(num_bytes, content, whole)
-        self.values = values
+    values: ValueCodec
 
 
 def weightless(num_bytes: float, content: object = None) -> Message:

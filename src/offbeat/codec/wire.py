@@ -237,7 +237,5 @@ def _difference(entries: Sparse, rounded: NDArray[np.floating]) -> Sparse:
         errors = entries.values - rounded
     is_lost = np.abs(errors) > 0
     return Sparse(
-        indices=entries.indices[is_lost],
-        values=errors[is_lost],
-        num_elements=entries.num_elements,
+        indices=entries.indices[is_lost], values=errors[is_lost], num_elements=entries.num_elements
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic, NamedTuple, Protocol
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.codec.arithmetic import S, SparseArithmetic
@@ -11,9 +10,8 @@ from offbeat.codec.tally import Tally
 from offbeat.transport.operations import Collective
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchanged(Generic[S]):
-    """The outcome of a sparse collective on one rank.
+class Exchanged(NamedTuple, Generic[S]):
+    """The outcome of a sum of what ranks contribute, on one rank.
 
     Attributes:
         kept: the sum that is applied; the same bytes on every rank.
@@ -31,13 +29,7 @@ class SparseCollective(Protocol):
     """A protocol that sums sparse contributions: the tree, the reduce-scatter, the all-gather."""
 
     def __call__(
-        self,
-        rank: int,
-        world_size: int,
-        mine: S,
-        tally: Tally,
-        k: int,
-        wire: SparseArithmetic[S],
+        self, rank: int, world_size: int, mine: S, tally: Tally, k: int, wire: SparseArithmetic[S]
     ) -> Collective[Exchanged[S]]:
         """Sum every rank's contribution.
 

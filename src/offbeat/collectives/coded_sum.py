@@ -19,28 +19,13 @@ from __future__ import annotations
 
 from functools import reduce
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.tally import Tally
+from offbeat.collectives.base import Exchanged
 from offbeat.transport.operations import Collective, Recv, Send
-
-
-class CodedSum(NamedTuple):
-    """The outcome on one rank.
-
-    Attributes:
-        kept: the sum that is applied; the same bits on every rank.
-        owed: what this rank must add to its residual, in the memory of its contribution. Over all
-            ranks, kept + sum of owed == sum of contributions.
-        tally: merged over all ranks; the same on every rank.
-    """
-
-    kept: torch.Tensor
-    owed: torch.Tensor
-    tally: Tally
 
 
 def coded_sum(
@@ -51,8 +36,8 @@ def coded_sum(
     wire: DenseWire,
     *,
     kept: torch.Tensor,
-) -> Collective[CodedSum]:
-    """Sum every rank's vector.
+) -> Collective[Exchanged[torch.Tensor]]:
+    """Sum every rank's vector. What is owed is in the memory of `mine`.
 
     Args:
         rank: this rank, 0 <= rank < world_size.
@@ -83,4 +68,4 @@ def coded_sum(
     for owner in reversed(peers):
         wire.decode_to((yield Recv(owner)), kept[regions[owner]])
     # In the order of ranks: sums of weights depend on it.
-    return CodedSum(kept, mine, reduce(Tally.merge, tallies))
+    return Exchanged(kept=kept, owed=mine, tally=reduce(Tally.merge, tallies))

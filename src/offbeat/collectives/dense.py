@@ -20,6 +20,7 @@ from offbeat.transport.operations import (
     AllReduceTensor,
     Broadcast,
     Collective,
+    Payload,
     ReduceScatterTensor,
 )
 
@@ -48,11 +49,17 @@ def dense_broadcast(tensor: torch.Tensor, root: int) -> Collective[torch.Tensor]
     return theirs
 
 
+def gather_bytes(payload: bytes) -> Collective[list[Payload]]:
+    """Every rank's `payload`, by rank."""
+    payloads: list[Payload] = yield AllGather(payload)
+    return payloads
+
+
 def gather_values(value: Any) -> Collective[list[Any]]:
     """Every rank's `value`, of JSON's kinds, by rank: to agree on something, not to train. Raises
     `WireError` for what is no JSON.
     """
-    payloads = yield AllGather(json.dumps(value).encode())
+    payloads = yield from gather_bytes(json.dumps(value).encode())
     values = []
     for rank, payload in enumerate(payloads):
         try:

@@ -4,8 +4,6 @@ rounding loses is owed to the next step.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 from typing_extensions import override
@@ -13,7 +11,8 @@ from typing_extensions import override
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
-from offbeat.collectives.coded_sum import CodedSum, coded_sum
+from offbeat.collectives.base import Exchanged
+from offbeat.collectives.coded_sum import coded_sum
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, WeightedGradient
 from offbeat.transport.driver import Driver, Pending, Stream
@@ -34,7 +33,7 @@ class CodedReduction(ResidualReduction):
     """
 
     # What one exchange leaves for the methods that end it, from `launch` on:
-    _pending: Pending[CodedSum]
+    _pending: Pending[Exchanged[torch.Tensor]]
 
     def __init__(
         self,
@@ -59,8 +58,7 @@ class CodedReduction(ResidualReduction):
         self._wire = self._wire_of(Float32Values())
 
     @override
-    def launch(self, given: WeightedGradient) -> None:
-        begin_s = time.perf_counter()
+    def _launch(self, given: WeightedGradient) -> None:
         mine, driver, tally = self._mine, self._driver, self._stage(given)
         if not tally.good:
             mine.zero_()  # which no codec minds; the step will be skipped
@@ -69,24 +67,20 @@ class CodedReduction(ResidualReduction):
             kept = torch.empty_like(mine)
         work = coded_sum(driver.rank, driver.world_size, mine, tally, self._wire, kept=kept)
         self._pending = driver.launch(work, self._stream.next())
-        self.encode_s += time.perf_counter() - begin_s
 
     @override
     def wait(self) -> Tally | torch.Tensor:
         return self._pending.wait().tally
 
     @override
-    def commit(self) -> torch.Tensor:
-        begin_s = time.perf_counter()
+    def _commit(self) -> torch.Tensor:
         kept, owed, _ = self._pending.wait()  # which is over
         self._residual, self._mine = owed, self._residual
         for position in np.flatnonzero(~self.tally.used).tolist():
             self._take_back(position, kept)
         if self._decay != 1:  # before what waits comes back
             self._residual.mul_(self._decay)
-        flat = self._show(kept)
-        self.encode_s += time.perf_counter() - begin_s
-        return flat
+        return self._show(kept)
 
     def _take_back(self, position: int, kept: torch.Tensor) -> None:
         """Nothing is applied to a parameter that no rank used: codes of few bits have no zero. Each

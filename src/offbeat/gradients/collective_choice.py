@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.callbacks.callback import Callback
 from offbeat.codec.selectors import Exact, Selector
 from offbeat.codec.sparse import Sparse
@@ -131,12 +131,7 @@ class CheapestCollective(Callback):
         costs = {
             name: (
                 select_s
-                + cost(
-                    world_size=self._world_size,
-                    k=k,
-                    pair_bytes=of_pair,
-                    network=self.network,
-                )
+                + cost(world_size=self._world_size, k=k, pair_bytes=of_pair, network=self.network)
             )
             for name, cost in COSTS.items()
             if name in self._among
@@ -150,7 +145,7 @@ class CheapestCollective(Callback):
     def choose(self, bucket: BucketKind, k: int) -> str:
         """The cheapest collective's name. Says so, once for each name and size of bucket."""
         costs = self.costs_s(bucket, k)
-        name = cheapest(costs)
+        name = min(costs, key=costs.__getitem__)
         if (bucket.num_elements, name) not in self._told:
             self._told.add((bucket.num_elements, name))
             others = ", ".join(
@@ -253,12 +248,7 @@ def _local_costs_s(
 
 
 def probe(
-    rank: int,
-    world_size: int,
-    *,
-    select_s_per_element: float,
-    entry_s: float,
-    device: torch.device,
+    rank: int, world_size: int, *, select_s_per_element: float, entry_s: float, device: torch.device
 ) -> Collective[NetworkCosts]:
     """The network as the slowest rank sees it; the same on every rank. About 26 MiB each way,
     2 MiB where links are slow, and more where they are long.

@@ -460,12 +460,7 @@ class MeasuredDensity(DensitySchedule):
     """
 
     def __init__(
-        self,
-        costs: CheapestCollective,
-        context: Context,
-        *,
-        gradient: BucketKind,
-        **schedule: Any,
+        self, costs: CheapestCollective, context: Context, *, gradient: BucketKind, **schedule: Any
     ) -> None:
         super().__init__(FIRST, context, **schedule)
         self._costs, self._gradient = costs, gradient

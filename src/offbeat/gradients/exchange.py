@@ -562,12 +562,7 @@ class GradientExchange(Callback):
         bucket, reduction = self._pairs[b]
         used = self._gather_in(b)
         self._num_launched += 1
-        tally = Tally(
-            weight=self._weight_now(),
-            num_nonfinite=0,
-            num_failed=int(failed),
-            used=used,
-        )
+        tally = Tally(weight=self._weight_now(), num_nonfinite=0, num_failed=int(failed), used=used)
         for listener in self._listeners:
             listener.on_bucket_sealed(b, is_last=b == len(self._pairs) - 1, failed=failed)
         # Gradients of parameters that the optimizer does not have may be older than its last step.
@@ -791,18 +786,14 @@ class GradientExchange(Callback):
         for kind, entries in self.state_dict().items():
             saved = state[kind]
             needed = {name: e.shape for name, e in entries.items() if isinstance(e, torch.Tensor)}
-            missing = sorted(needed.keys() - saved.keys())
-            foreign = sorted(saved.keys() - needed.keys()) if kind == "additive" else []
-            if missing or foreign:
+            names = saved.keys() if kind == "additive" else needed.keys() & saved.keys()
+            found = {name: getattr(saved[name], "shape", None) for name in names}
+            if odd := sorted(dict(needed.items() ^ found.items())):
+                name = odd[0]
                 raise CheckpointError(
-                    f"the state was saved with another model or strategy: it lacks {missing[:3]}"
-                    f" and has {foreign[:3]} too many"
+                    "the state was saved with another model or strategy: the shape of"
+                    f" {name!r} is {found.get(name)} there, and {needed.get(name)} here"
                 )
-            for name, wanted in needed.items():
-                if (shape := getattr(saved[name], "shape", None)) != wanted:
-                    raise CheckpointError(
-                        f"{name!r} was saved with shape {shape}, here it has {wanted}"
-                    )
         for _, reduction in self._pairs:
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]

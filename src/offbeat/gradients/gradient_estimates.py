@@ -15,7 +15,6 @@ half-precision gradients, whose estimates are kept in float32.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,13 +30,13 @@ from offbeat.collectives.base import Exchanged
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import EntryAges, Reduction, WeightedGradient, wire_of
+from offbeat.gradients.reductions import EncodingReduction, EntryAges, WeightedGradient, wire_of
 from offbeat.transport.driver import Driver, Pending, Stream
 
 _SHARE, _RANKS, _RANK = "share", "ranks", "rank"
 
 
-class EstimateReduction(Reduction):
+class EstimateReduction(EncodingReduction):
     """Weighted mean of the ranks' estimates of their gradients.
 
     A rank's share of the weights is that of the exchange before, because the sum of weights is
@@ -52,13 +51,7 @@ class EstimateReduction(Reduction):
     _pending: Pending[Exchanged[Sparse]]  # from `launch` on
 
     def __init__(
-        self,
-        bucket: Bucket,
-        driver: Driver,
-        stream: Stream,
-        *,
-        k: int,
-        codec: TopKCodec,
+        self, bucket: Bucket, driver: Driver, stream: Stream, *, k: int, codec: TopKCodec
     ) -> None:
         super().__init__(bucket, driver, stream)
         self.ages = self._ages = EntryAges(bucket.num_elements)
@@ -75,8 +68,9 @@ class EstimateReduction(Reduction):
         self._new_selector_state: Mapping[str, float] = self._selector_state
         self._grad_scale, self._weight = 1.0, 0.0
 
-    def launch(self, given: WeightedGradient) -> None:
-        begin_s, tally = time.perf_counter(), given.tally
+    @override
+    def _launch(self, given: WeightedGradient) -> None:
+        tally = given.tally
         self._grad_scale, self._weight = given.grad_scale, tally.weight
         self._sent = self._wire.empty()
         self._set_aside(self._minus_own)  # a frozen parameter's gradient has not become zero
@@ -94,13 +88,12 @@ class EstimateReduction(Reduction):
             topk_sum, self._driver.rank, self._driver.world_size, self._sent, tally, self._k
         )
         self._pending = self._driver.launch(work, self._stream.next())
-        self.encode_s += time.perf_counter() - begin_s
 
     def wait(self) -> Tally:
         return self._pending.wait().tally
 
-    def commit(self) -> torch.Tensor:
-        begin_s = time.perf_counter()
+    @override
+    def _commit(self) -> torch.Tensor:
         exchanged, flat = self._pending.wait(), self._bucket.flat
         # A rank's own estimate moves by what its peers decode, which is what it sent minus what
         # rounding in the message has lost.
@@ -114,7 +107,6 @@ class EstimateReduction(Reduction):
         self._ages.after_exchange(self._sent.indices)
         flat.copy_(self._sum).mul_(self._grad_scale)
         self._mark_unused_with_gradient()
-        self.encode_s += time.perf_counter() - begin_s
         return flat
 
     @override

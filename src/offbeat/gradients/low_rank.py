@@ -139,8 +139,7 @@ class LowRankReduction(ResidualReduction):
         self._new_rights: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @override
-    def launch(self, given: WeightedGradient) -> None:
-        begin_s = time.perf_counter()
+    def _launch(self, given: WeightedGradient) -> None:
         self._add_owed(given)
         # Factors are kept and multiplied by rows: thin columns take up to 16 times as long.
         matrices, whole = self._places(self._mine)
@@ -150,7 +149,6 @@ class LowRankReduction(ResidualReduction):
         parts = [*lefts, *whole]
         # A gradient that is not finite makes its P so, or is a part itself.
         self._sum = TalliedSum(parts, given.tally, self._driver, self._stream)
-        self.encode_s += time.perf_counter() - begin_s
 
     def _places(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """In a buffer: the matrices, each of shape (n, m), and what travels whole."""
@@ -206,8 +204,8 @@ class LowRankReduction(ResidualReduction):
         return self.tally
 
     @override
-    def commit(self) -> torch.Tensor:
-        begin_s, flat = time.perf_counter(), self._bucket.flat
+    def _commit(self) -> torch.Tensor:
+        flat = self._bucket.flat
         total = flat if flat.dtype == self._mine.dtype else torch.empty_like(self._mine)
         matrices, whole = self._places(total)
         for matrix, left, (right, _) in zip(matrices, self._lefts, self._new_rights, strict=True):
@@ -219,7 +217,6 @@ class LowRankReduction(ResidualReduction):
         self._residual, self._mine = self._mine, self._residual
         self._show(total)
         self._mark_unused_with_gradient()
-        self.encode_s += time.perf_counter() - begin_s
         return flat
 
     @override

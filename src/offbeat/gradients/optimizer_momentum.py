@@ -349,12 +349,7 @@ def mix_by_kernel(
     the CPU.
     """
     values = flat.numpy()
-    _mix(
-        values,
-        velocity.numpy(),
-        np.array(shares, dtype=values.dtype),
-        new_velocity.numpy(),
-    )
+    _mix(values, velocity.numpy(), np.array(shares, dtype=values.dtype), new_velocity.numpy())
 
 
 @kernel

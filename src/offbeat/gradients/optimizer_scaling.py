@@ -44,7 +44,6 @@ with.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -57,10 +56,11 @@ from typing_extensions import override
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
+from offbeat.gradients.exchange import GradientTransform, HiddenGradients
+from offbeat.gradients.gradient_watch import GradientWatch
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay, numbers_in_state
 from offbeat.gradients.reductions import Reduction, WeightedGradient
-from offbeat.torch_private import for_each, version_of
+from offbeat.torch_private import for_each
 
 _CHANGED: Final = "gradients are changed between backward() and step(), as clip_grad_norm_ does"
 _CHANGED_LATER: Final = (
@@ -106,7 +106,7 @@ class OptimizerScaling(GradientTransform):
         self._optimizer, self._notices = context.optimizer, context.notices
         self._driver, self._stream = context.driver, context.new_stream()
         self._state_is_loaded = False
-        self._watch = _GradientWatch(self.counts)
+        self._watch = GradientWatch(self.counts)
         self._moments: dict[int, _Moments] = {}
         self._num_settled = 0
         self._has_gradient = False  # of the coming step
@@ -452,102 +452,6 @@ class OptimizerScaling(GradientTransform):
 
 _BLOCK: Final = 1 << 16
 """Elements that are scaled at a time on a CPU."""
-
-NORM_INTERVAL: Final = 10
-"""Norms are compared in the first so many steps, and once in so many steps afterwards. One takes a
-pass over the gradient after the exchange, and another one before the step.
-"""
-
-
-class _GradientWatch:
-    """Whether the loop changes gradients between `backward()` and `step()`.
-
-    What is left in `param.grad` is no plain gradient where Adam's scaling has been taken over:
-    whoever clips it clips something else than was meant. Where the scaling is taken over without a
-    look, nothing is learned (`tests/outside/test_schedules.py`, AdamW, clipped).
-
-    A change in place shows in the version that autograd keeps of each tensor, at no cost. What is
-    done to `param.grad.data` does not, so now and then the norm is compared, too.
-
-    Args:
-        counts: of the exchange.
-
-    Attributes:
-        buckets: of the exchange.
-    """
-
-    def __init__(self, counts: ExchangeCounts) -> None:
-        self.buckets: list[Bucket] = []
-        self._counts = counts
-        self._num_steps = 0
-        self._num_exchanges = 0  # when gradients were looked at last
-        self._versions: list[int] | None = None  # since the last step; None: not looked at
-        self._norms: list[float] = []
-        self._is_changed = False
-
-    def look(self) -> None:
-        """What gradients are now the exchange has made them."""
-        if self._num_exchanges != self._counts.exchanges:
-            self._num_exchanges, self._is_changed = self._counts.exchanges, False
-        self._versions = self._versions_now()
-        looks = self._num_steps < NORM_INTERVAL or self._num_steps % NORM_INTERVAL == 0
-        self._norms = self._norms_now() if looks else []
-
-    def look_if_new(self) -> None:
-        """The same, if there was an exchange since the last look."""
-        if self._num_exchanges != self._counts.exchanges:
-            self.look()
-
-    def compare(self) -> bool:
-        """Whether somebody has changed them since then, in this step."""
-        self._is_changed |= self._versions is not None and self._differ()
-        return self._is_changed
-
-    def forget(self) -> None:
-        """There are no gradients."""
-        self._versions, self._is_changed = None, False
-
-    def step_ended(self) -> None:
-        """The optimizer has stepped."""
-        self._num_steps += 1
-        self.forget()
-
-    def _differ(self) -> bool:
-        return (
-            self._versions != self._versions_now()
-            or any(map(_holds_others, self.buckets))
-            or bool(self._norms and not all(map(_is_same, self._norms, self._norms_now())))
-        )
-
-    def _versions_now(self) -> list[int]:
-        return [version_of(bucket.flat) for bucket in self.buckets]
-
-    def _norms_now(self) -> list[float]:
-        return [
-            float(
-                torch.linalg.vector_norm(
-                    bucket.flat, dtype=torch.promote_types(bucket.flat.dtype, torch.float32)
-                )
-            )
-            for bucket in self.buckets
-        ]
-
-
-def _holds_others(bucket: Bucket) -> bool:
-    """Whether a gradient is not in its place of the bucket."""
-    return any(
-        (gradient := parameter.grad) is not None
-        and gradient is not view
-        and not bucket.holds(position, gradient)
-        for position, (parameter, view) in enumerate(
-            zip(bucket.parameters, bucket.views, strict=True)
-        )
-    )
-
-
-def _is_same(before: float, now: float) -> bool:
-    """Sums are rounded in another order where the number of threads changes."""
-    return math.isclose(before, now, rel_tol=1e-4) or not math.isfinite(before)
 
 
 def with_noise(

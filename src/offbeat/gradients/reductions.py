@@ -280,16 +280,50 @@ class TalliedSum:
         return sums, tail
 
 
-class ResidualReduction(Reduction):
-    """One that owes a vector of the bucket's size, which is added to the next contribution."""
+class EncodingReduction(Reduction):
+    """One whose work on entries is timed."""
+
+    @override
+    def launch(self, given: WeightedGradient) -> None:
+        begin_s = time.perf_counter()
+        self._launch(given)
+        self.encode_s += time.perf_counter() - begin_s
+
+    @override
+    def commit(self) -> torch.Tensor:
+        begin_s = time.perf_counter()
+        flat = self._commit()
+        self.encode_s += time.perf_counter() - begin_s
+        return flat
+
+    @abstractmethod
+    def _launch(self, given: WeightedGradient) -> None:
+        """As of `launch`."""
+
+    @abstractmethod
+    def _commit(self) -> torch.Tensor:
+        """As of `commit`."""
+
+
+class ResidualReduction(EncodingReduction):
+    """One that owes a vector of the bucket's size, which is added to the next contribution.
+
+    Args:
+        bucket, driver, stream: as of `Reduction`.
+        has_buffer: whether there is another vector, for the contribution.
+    """
 
     # What one exchange leaves for the methods that end it, from `launch` on:
     _grad_scale: float = 1.0
 
-    def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
+    def __init__(
+        self, bucket: Bucket, driver: Driver, stream: Stream, *, has_buffer: bool = True
+    ) -> None:
         super().__init__(bucket, driver, stream)
-        self._residual = bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype)
-        self._mine = torch.zeros_like(self._residual)
+        size, dtype = bucket.num_elements, bucket.state_dtype
+        self._residual, self._mine = (
+            bucket.flat.new_zeros(length, dtype=dtype) for length in (size, size * has_buffer)
+        )
 
     def _stage(self, given: WeightedGradient) -> Tally:
         """Let `_mine` be what is owed and the gradient. Returns the tally, which says whether that
@@ -311,23 +345,32 @@ class ResidualReduction(Reduction):
             torch.add(self._residual, given.gradient.to(mine.dtype), alpha=given.weight, out=mine)
 
     def _show(self, total: torch.Tensor) -> torch.Tensor:
-        """The buffer of the bucket with the mean, after `_residual` has become what is owed. What
-        half precision rounds off is owed, too: all ranks round alike, so by one of them. A mean
-        that overflows is not applied: a GradScaler skips the step.
+        """The buffer of the bucket with the mean, after `_residual` has become what is owed.
 
         Args:
             total: the sum over ranks, float32 or float64, shape (n,), which may be that buffer;
                 changed in place.
         """
-        flat, factor = self._bucket.flat, self._grad_scale / (self.tally.weight or 1)
-        total.mul_(factor)
-        if total is not flat:
-            flat.copy_(total)
-        if flat.dtype != total.dtype:
+        return self._put(total.mul_(self._factor), self._bucket.flat)
+
+    @property
+    def _factor(self) -> float:
+        """By what the sum over ranks becomes the mean."""
+        return self._grad_scale / (self.tally.weight or 1)
+
+    def _put(self, mean: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Copy `mean`, which may be the same, into `flat`. What half precision rounds off is owed,
+        too: all ranks round alike, so by one of them, the entry's index modulo P. One rank's
+        residual reaches the largest entries sooner than the same divided among all. A mean that
+        overflows is not applied: a GradScaler skips the step.
+        """
+        if mean is not flat:
+            flat.copy_(mean)
+        if flat.dtype != mean.dtype:
             mine = slice(self._driver.rank, None, self._driver.world_size)
-            shown = flat[mine].to(total.dtype)
+            shown = flat[mine].to(mean.dtype)
             shown = torch.where(shown.isfinite(), shown, 0)
-            self._residual[mine] += (total[mine] - shown) / factor
+            self._residual[mine] += (mean[mine] - shown) / self._factor
         self._bring_back(self._residual)
         return flat
 
@@ -392,7 +435,7 @@ def wire_of(bucket: Bucket, codec: TopKCodec) -> Wire:
     return codec.wire(bucket.num_elements, num_parameters=len(bucket.indices), dtype=dtype)
 
 
-class SparseReduction(Reduction):
+class SparseReduction(ResidualReduction):
     """Mean of the largest entries; the rest is owed (error feedback), and added to the next step's
     gradient.
 
@@ -427,27 +470,23 @@ class SparseReduction(Reduction):
         decay: float = 1.0,
         owed_rate: OwedRate | None = None,
     ) -> None:
-        super().__init__(bucket, driver, stream)
+        self._is_half = bucket.flat.dtype not in _EXACT
+        super().__init__(bucket, driver, stream, has_buffer=self._is_half)
         self.ages = self._ages = EntryAges(bucket.num_elements)
         self._owed_rate = owed_rate
         self._selector, self._decay = selector or codec.selector, decay
         self._selector_state = dict(self._selector.initial_state())
-        self._is_half = bucket.flat.dtype not in _EXACT
-        self._residual, self._accumulator = (
-            bucket.flat.new_zeros(size, dtype=bucket.state_dtype)
-            for size in (bucket.num_elements, bucket.num_elements if self._is_half else 0)
-        )
         self._wire = wire_of(bucket, codec)
         self._plan = plan
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
         self._joined: torch.Tensor | None = None
         self._tail = bucket.flat.new_empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
-        self._grad_scale = 1.0
         self._picked: NDArray[np.int64] | None = None
         self._new_selector_state: Mapping[str, float] = self._selector_state
 
-    def launch(self, given: WeightedGradient) -> None:
+    @override
+    def _launch(self, given: WeightedGradient) -> None:
         plan = self._plan()
         self._grad_scale = given.grad_scale
         rates = self._owed_rate
@@ -456,7 +495,6 @@ class SparseReduction(Reduction):
         self._set_aside(self._residual, resting)
         self._pending, self._picked = None, None
         self._new_selector_state = self._selector_state
-        begin_s = time.perf_counter()
         if plan.collective is None:
             self._launch_everything(given)
         else:
@@ -465,7 +503,6 @@ class SparseReduction(Reduction):
                 plan.collective, self._driver.rank, self._driver.world_size, mine, tally, plan.k
             )
             self._pending = self._driver.launch(work, self._stream.next())
-        self.encode_s += time.perf_counter() - begin_s
 
     def _pick(self, given: WeightedGradient, k: int) -> tuple[Sparse, Tally]:
         if given.tally.num_failed:
@@ -499,7 +536,7 @@ class SparseReduction(Reduction):
 
     def _accumulated(self, given: WeightedGradient) -> torch.Tensor:
         """The buffer to accumulate in, which holds the gradient."""
-        return self._accumulator.copy_(given.gradient) if self._is_half else self._bucket.flat
+        return self._mine.copy_(given.gradient) if self._is_half else self._bucket.flat
 
     def wait(self) -> Tally | torch.Tensor:
         if self._pending is not None:
@@ -511,81 +548,43 @@ class SparseReduction(Reduction):
             self._tail.copy_(self._joined[size:])
         return tail
 
-    def commit(self) -> torch.Tensor:
-        begin_s = time.perf_counter()
-        factor, flat = self._grad_scale / (self.tally.weight or 1), self._bucket.flat
+    @override
+    def _commit(self) -> torch.Tensor:
+        flat = self._bucket.flat
         self._selector_state = dict(self._new_selector_state)
         if self._is_half:
-            self._residual, self._accumulator = self._accumulator, self._residual
+            self._residual, self._mine = self._mine, self._residual
         elif self._pending is not None:
             # What is left in the gradient's buffer is the new residual, and the old residual's
             # buffer becomes the gradient's: no copy of either is made.
             self._residual, flat = flat, self._residual
         else:
             self._residual.zero_()
+        mean = self._mine if self._is_half else flat
         if self._pending is not None:
             exchanged = self._pending.wait()  # which is over
             kept = exchanged.kept
             add_owed(self._residual, exchanged.owed)
             if self._decay != 1:
                 self._residual.mul_(self._decay)
-            flat.zero_()
             indices = on_device(torch.from_numpy(kept.indices), flat.device)
-            mean = torch.from_numpy(kept.values * factor).to(flat.dtype)
-            flat[indices] = on_device(mean, flat.device)
-            if mean.dtype not in _EXACT:
-                self._owe_rounding(kept, mean, factor)
+            values = torch.from_numpy(kept.values * self._factor).to(mean.dtype)
+            mean.zero_()[indices] = on_device(values, flat.device)
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
             self.tally.used[hit] = True
         else:
-            self._scale_(flat, factor)
+            # What the backends' sum has rounded is not known to anybody, and lost as with plain
+            # S-SGD.
             self._mark_unused_with_gradient()
-        self._bring_back(self._residual)
+            mean.copy_(flat).mul_(self._factor)
+        self._put(mean, flat)
         self._ages.after_exchange(self._picked)
-        self.encode_s += time.perf_counter() - begin_s
         return flat
-
-    # Half precision rounds the mean. All ranks round alike, so what an entry loses is owed by one
-    # of them, the entry's index modulo P: one rank's residual reaches the largest entries sooner
-    # than the same divided among all.
-
-    def _owe_rounding(self, kept: Sparse, mean: torch.Tensor, factor: float) -> None:
-        mine = kept.indices % self._driver.world_size == self._driver.rank
-        shown = mean.double().numpy()[mine]
-        # A mean that overflows is not applied: a GradScaler skips the step and lowers its scale.
-        shown[~np.isfinite(shown)] = 0
-        lost = kept.values[mine] - shown / factor
-        add_owed(
-            self._residual,
-            Sparse(
-                indices=kept.indices[mine],
-                values=lost.astype(kept.values.dtype),
-                num_elements=self._bucket.num_elements,
-            ),
-        )
-
-    def _scale_(self, flat: torch.Tensor, factor: float) -> None:
-        """Make a sum a mean. What the backends' sum has rounded is not known to anybody, and lost
-        as with plain S-SGD.
-        """
-        if flat.dtype in _EXACT:
-            flat.mul_(factor)
-            return
-        mine = slice(self._driver.rank, None, self._driver.world_size)
-        before = flat[mine].float()
-        flat.mul_(factor)
-        shown = flat[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        self._residual[mine] += before - shown / factor
 
     @override
     def send_all(self) -> None:
         everything = ExchangePlan(k=self._bucket.num_elements, collective=None)
         self._plan = lambda: everything
-
-    @property
-    @override
-    def residual(self) -> torch.Tensor:
-        return self._residual
 
     @override
     def local_state(self) -> dict[str, float | torch.Tensor]:

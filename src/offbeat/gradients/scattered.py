@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
+import safetensors.torch
 import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.tally import NUM_COUNTERS
-from offbeat.collectives.dense import dense_all_gather, dense_reduce_scatter, gather_values
+from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.collectives.dense import (
+    dense_all_gather,
+    dense_reduce_scatter,
+    gather_bytes,
+    gather_values,
+)
 from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts
+from offbeat.gradients.gradient_watch import GradientWatch
 from offbeat.gradients.reductions import Reduction, WeightedGradient, launch_sums
 from offbeat.torch_private import version_of
 from offbeat.transport.driver import Driver, Pending, Stream
@@ -129,7 +137,9 @@ class ShardedSteps(Callback):
 
     def __init__(self, buckets: Sequence[Bucket], counts: ExchangeCounts, context: Context) -> None:
         assert context.optimizer is not None
-        self._buckets, self._counts, self._optimizer = buckets, counts, context.optimizer
+        self._buckets, self._optimizer = buckets, context.optimizer
+        self._watch = GradientWatch(counts, compares_norms=False)
+        self._watch.buckets.extend(buckets)
         self._driver, self._notify = context.driver, context.notices.notify
         self._gathers, self._norms = context.new_stream(), context.new_stream()
         self._bucket_of = {i: b for b, bucket in enumerate(buckets) for i in bucket.indices}
@@ -138,7 +148,6 @@ class ShardedSteps(Callback):
         self._sharded = {id(p) for bucket in buckets for p in bucket.parameters}
         self._arriving: dict[int, tuple[Pending[torch.Tensor], list[int]]] = {}
         self._groups: list[list[torch.nn.Parameter]] | None = None  # None: between steps
-        self._published: tuple[int, list[int]] = 0, []
         self._has_warned = False
         self._unhook = self._optimizer.register_state_dict_post_hook(self._warn).remove
 
@@ -158,20 +167,17 @@ class ShardedSteps(Callback):
 
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:
-        self._published = self._counts.exchanges, self._versions()
-
-    def _versions(self) -> list[int]:
-        return [version_of(bucket.flat) for bucket in self._buckets]
+        self._watch.look()
 
     def norm_over_ranks(self, norm: float) -> float:
         """The norm of the mean, of whose parts each rank knows one's, to clip it by. Collective."""
-        self._published = 0, []  # clipping is about to change gradients
+        self._watch.forget()  # clipping is about to change gradients
         return math.hypot(*self._driver.run(gather_values(norm), self._norms.next()))
 
     @override
     def on_before_update(self) -> None:
-        exchanges, versions = self._published
-        if exchanges == self._counts.exchanges and versions and versions != self._versions():
+        self._watch.look_if_new()  # it may have joined its peers' exchange just now
+        if self._watch.compare():
             raise UnsupportedError(
                 "gradients were changed between backward() and optimizer.step(), and each rank has"
                 " its part of them alone; clip them by session.clip_grad_norm_(), or use"
@@ -193,6 +199,7 @@ class ShardedSteps(Callback):
 
     @override
     def on_after_step(self) -> None:
+        self._watch.step_ended()
         self._put_back()
         # The next forward pass needs those first that backward has reached last.
         for b in reversed(range(len(self._buckets))):
@@ -212,22 +219,15 @@ class ShardedSteps(Callback):
                     self._optimizer.state.pop(parameter, None)
 
     def _launch(self, b: int) -> None:
-        parts = [(piece, piece.parameter.detach()) for piece in self._pieces[b]]
-        pending = self._gather(b, parts)
-        versions = [version_of(parameter) for parameter in self._buckets[b].parameters]
-        self._arriving[b] = pending, versions
-
-    def _gather(
-        self, b: int, parts: Sequence[tuple[_Piece, torch.Tensor]], dtype: torch.dtype | None = None
-    ) -> Pending[torch.Tensor]:
-        """Begin to bring what each rank has of something that a bucket's parameters have."""
+        """Begin to bring what each rank has of a bucket's parameters."""
         bucket = self._buckets[b]
         size = padded_size(bucket.num_elements, self._driver.world_size)
-        message = bucket.flat.new_empty(size, dtype=dtype)
-        for piece, mine in parts:
+        message = bucket.flat.new_empty(size)
+        for piece in self._pieces[b]:
             place = slice(piece.offset + piece.begin, piece.offset + piece.end)
-            message[place].copy_(in_memory_order(mine))
-        return self._driver.launch(dense_all_gather(message), self._gathers.next())
+            message[place].copy_(in_memory_order(piece.parameter.detach()))
+        pending = self._driver.launch(dense_all_gather(message), self._gathers.next())
+        self._arriving[b] = pending, [version_of(parameter) for parameter in bucket.parameters]
 
     @override
     def on_parameters_needed(self, indices: Sequence[int]) -> None:
@@ -270,47 +270,28 @@ class ShardedSteps(Callback):
     def on_finish(self) -> None:
         """Parameters and the optimizer's state are whole on every rank afterwards."""
         self.arrive()
-        for b in range(len(self._buckets)):
-            self._gather_state(b)
+        for bucket, pieces in zip(self._buckets, self._pieces, strict=True):
+            saved = dict[str, torch.Tensor]()
+            gathering = gather_bytes(to_bytes(self._owned(pieces)))
+            for payload in self._driver.run(gathering, self._gathers.next()):
+                saved |= safetensors.torch.load(bytes(payload))
+            by_name = _by_parameter(saved)
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                if found := _assembled(by_name.get(name, {}), 0, parameter.numel()):
+                    self._optimizer.state[parameter] = self._laid_out(found, parameter, parameter)
         self._has_warned = True
 
-    def _gather_state(self, b: int) -> None:
-        bucket, pieces = self._buckets[b], self._pieces[b]
-        states = [(piece, piece.current(self._optimizer)) for piece in pieces]
-        mine = {piece.name: _described(state) for piece, state in states}
-        described: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        for theirs in self._driver.run(gather_values(mine), self._gathers.next()):
-            for name, kinds in theirs.items():
-                described[name] |= kinds
-        kinds = chain.from_iterable(each.items() for each in described.values())
-        views = {}
-        for key, dtype in sorted(
-            {(key, dtype) for key, (dtype, number) in kinds if number is None}
-        ):
-            parts = [(piece, state[key]) for piece, state in states if key in state]
-            parts = [(piece, value) for piece, value in parts if value.dim()]
-            whole = self._gather(b, parts, getattr(torch, dtype)).wait()
-            views[key] = bucket.views_of(whole)
-        for position, (name, parameter) in enumerate(
-            zip(bucket.names, bucket.parameters, strict=True)
-        ):
-            found = {
-                key: in_memory_order(views[key][position])
-                if number is None
-                else torch.tensor(number, dtype=getattr(torch, dtype))
-                for key, (dtype, number) in described[name].items()
-            }
-            if found:
-                self._optimizer.state[parameter] = self._laid_out(found, parameter, parameter)
+    def _owned(self, pieces: Iterable[_Piece]) -> dict[str, torch.Tensor]:
+        """The optimizer's state, by its key, the parameter's name and where the piece begins."""
+        return {
+            f"{key}/{piece.name}/{piece.begin}": in_memory_order(value) if value.dim() else value
+            for piece in pieces
+            for key, value in piece.current(self._optimizer).items()
+        }
 
     @override
     def state_dict(self) -> CallbackState:
-        owned = {
-            f"{key}/{piece.name}/{piece.begin}": in_memory_order(value) if value.dim() else value
-            for piece in self._all_pieces()
-            for key, value in piece.current(self._optimizer).items()
-        }
-        return {"owned": owned}
+        return {"owned": self._owned(self._all_pieces())}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -357,14 +338,6 @@ def part_of(bucket: Bucket, driver: Driver) -> tuple[int, int]:
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor, shape (n,), in its memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _described(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, float | None]]:
-    """The type of what `state` has under each key, and its value where it is a number."""
-    return {
-        key: (str(value.dtype).removeprefix("torch."), None if value.dim() else value.item())
-        for key, value in state.items()
-    }
 
 
 _Saved: TypeAlias = dict[str, dict[int, torch.Tensor]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
-from offbeat.errors import ConfigError, nearest
+from offbeat.codec.described_options import BelowOne, NotNegative, OneOrMore, check_options
 
 Grafting: TypeAlias = Literal["none", "floor", "layer"]
 """Whose length a layer's preconditioned gradient has (`kfac.preconditioner`); "none": its own."""
@@ -55,46 +55,20 @@ class Curvature:
     """
 
     loss_terms: Literal["example", "position"] = "example"
-    batch_dim: int = 0
-    sample_stride: int | Literal["auto"] = "auto"
-    max_dim: int = 2048
+    batch_dim: NotNegative = 0
+    sample_stride: OneOrMore | Literal["auto"] = "auto"
+    max_dim: OneOrMore = 2048
     plain: tuple[str, ...] = ()
     cross_attention: tuple[str, ...] = ()
-    decay: float = 0.95
+    decay: BelowOne = 0.95
     pi: bool = True
     factor_codec: Literal["float32", "bfloat16", "linear8"] = "float32"
     inverse_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("loss_terms", ("example", "position")),
-            ("inverse_dtype", ("auto", "float32", "bfloat16")),
-            ("factor_codec", ("float32", "bfloat16", "linear8")),
-        ):
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(map(repr, allowed))}, got"
-                    f" {value!r}{nearest(str(value), allowed)}"
-                )
-        for name, least in (("batch_dim", 0), ("sample_stride", 1), ("max_dim", 1)):
-            value = getattr(self, name)
-            is_auto = name == "sample_stride" and value == "auto"
-            if not is_auto and (type(value) is not int or value < least):
-                auto = ', or "auto"' if name == "sample_stride" else ""
-                raise ConfigError(
-                    f"{name} must be an integer of at least {least}{auto}, got {value!r}"
-                )
-        if not (isinstance(self.decay, int | float) and 0 <= self.decay < 1):
-            raise ConfigError(f"decay must be in [0, 1), got {self.decay!r}")
+        check_options(self)
         for name in ("plain", "cross_attention"):
-            names = getattr(self, name)
-            is_list = isinstance(names, tuple | list)
-            if not is_list or not all(isinstance(each, str) for each in names):
-                raise ConfigError(
-                    f'{name} must be a tuple of names, such as {name}=("first", "second"), got'
-                    f" {names!r}"
-                )
-            object.__setattr__(self, name, tuple(names))
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def __repr__(self) -> str:
         changed = (

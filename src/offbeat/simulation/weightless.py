@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.codec.selectors import Selection, Selector
+from offbeat.codec.selectors import Memory, Selection, Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
@@ -56,13 +56,7 @@ class _NumberSelector(Selector):
 
     @override
     def select(
-        self,
-        flat: torch.Tensor,
-        residual: torch.Tensor,
-        *,
-        k: int,
-        weight: float,
-        state: Mapping[str, float],
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         num_elements = flat.numel()
         self.selected(num_elements, k)

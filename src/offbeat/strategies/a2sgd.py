@@ -26,11 +26,11 @@ from typing_extensions import override
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import Reduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.gradient import GradientStrategy, Reductions
-from offbeat.strategies.options import require_at_least
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -42,11 +42,7 @@ class A2SGD(AveragingStrategy):
         period: parameters are averaged after every so many steps, >= 1.
     """
 
-    period: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("period", self.period, 1)
+    period: OneOrMore = 16
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

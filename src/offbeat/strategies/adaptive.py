@@ -47,12 +47,13 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import NotNegative, OneOrMore
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.megabatch.batch_sizes import RateScaling
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.membership.atomic_group import AtomicGroup
-from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
-from offbeat.strategies.options import require_at_least, require_one_of, require_real
+from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.options import require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -69,11 +70,7 @@ class MegaBatchStrategy(AveragingStrategy):
     survives_death = True
     shares_samples: ClassVar[bool] = True
 
-    mega_batch: int = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("mega_batch", self.mega_batch, 1)
+    mega_batch: OneOrMore = 100
 
     @override
     def samples_between_merges(self, batch_size: int) -> int:
@@ -119,23 +116,13 @@ class AdaptiveSGD(MegaBatchStrategy):
             not with the published rule. Merges that end a pass over the data are waited for.
     """
 
-    warmup: int = 20
+    warmup: NotNegative = 20
     optimizer_state: Literal["local", "averaged"] = "averaged"
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
     rule: Literal["proportional", "published"] = "proportional"
-    min_batch_size: int | None = None
+    min_batch_size: OneOrMore | None = None
     rate_scaling: RateScaling = "auto"
     overlap: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        chosen_codec(self.codec)
-        require_at_least("warmup", self.warmup, 0)
-        require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
-        require_one_of("rule", self.rule, ("proportional", "published"))
-        require_one_of("rate_scaling", self.rate_scaling, ("auto", "linear", "sqrt"))
-        if self.min_batch_size is not None:
-            require_at_least("min_batch_size", self.min_batch_size, 1)
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

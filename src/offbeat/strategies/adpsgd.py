@@ -32,7 +32,6 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.rounding import Rounding
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import require_one_of
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 
@@ -49,10 +48,6 @@ class ADPSGD(AveragingStrategy):
     trains_islands = True
 
     values: Literal["float32", "bfloat16"] = "float32"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of("values", self.values, ("float32", "bfloat16"))
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors(), in_miniature=True)

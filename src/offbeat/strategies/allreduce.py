@@ -41,6 +41,7 @@ class AllReduce(GradientStrategy):
     """
 
     trains_islands = True
+    can_start = True
     needs_optimizer: ClassVar[bool] = False
 
     codec: ValueCodec | str | None = None
@@ -54,11 +55,6 @@ class AllReduce(GradientStrategy):
     @override
     def takes_complex(self) -> bool:
         return self.codec is None
-
-    @property
-    @override
-    def can_start(self) -> bool:
-        return True
 
     @override
     def buckets(self, context: Context) -> list[Bucket]:

@@ -108,7 +108,6 @@ class Auto(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("quality", self.quality, ("equal", "faster"))
         for option in ("allow", "exclude"):
             for name in _names(getattr(self, option)):
                 require_one_of(option, name, NAMES)
@@ -423,9 +422,7 @@ class Chooser(Callback):
         return MeasuredRun(
             tensors=[
                 TensorProfile(
-                    num_elements=p.numel(),
-                    ready=float(share),
-                    rows=len(p) if p.dim() > 1 else 1,
+                    num_elements=p.numel(), ready=float(share), rows=len(p) if p.dim() > 1 else 1
                 )
                 for p, share in zip(parameters, ready, strict=True)
                 if p.numel()

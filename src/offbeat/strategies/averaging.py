@@ -16,7 +16,6 @@ from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.gradient_guard import GradientGuard
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.options import require_one_of
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 from offbeat.weights.optimizer_state import divides_by_squares
@@ -33,11 +32,26 @@ class AveragingStrategy(Strategy):
     acts_at_steps: ClassVar[bool] = True
     changes_gradients: ClassVar[bool] = False
     """Whether what is exchanged besides weights is gradients, before a step."""
+    sends_differences: ClassVar[bool] = False
+    """Whether a codec writes differences to what peers hold of this rank's weights, or to a model
+    that all of them hold.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        codec = self.weight_codec if self.sends_differences else None
+        if codec is not None and (codec.decay != 1 or codec.clip_to_median):
+            raise ConfigError(
+                f"codec={codec!r} lets what is owed fade or clips to the median of all ranks, and"
+                " what does not travel here is part of the next difference to what other ranks"
+                " know; use a WeightCodec with decay=1.0 and clip_to_median=False"
+            )
 
     @property
     def weight_codec(self) -> WeightCodec | None:
         """How changes of weights travel, by an option `codec`; None: weights travel whole."""
-        return chosen_codec(getattr(self, "codec", None))
+        codec: WeightCodec | str | None = getattr(self, "codec", None)
+        return WEIGHT_CODECS[codec] if isinstance(codec, str) else codec
 
     @abstractmethod
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
@@ -79,30 +93,3 @@ def inform_of_short_steps(context: Context) -> None:
             " AllReduce's at the same learning rate; one that is"
             f" {size**0.25:.2g} to {size**0.5:.2g} times as high may serve better"
         )
-
-
-def codec_of_differences(codec: object) -> WeightCodec | None:
-    """As `chosen_codec`, for differences to what peers hold of this rank's weights, or to a model
-    that all of them hold.
-    """
-    chosen = chosen_codec(codec)
-    if chosen is not None and (chosen.decay != 1 or chosen.clip_to_median):
-        raise ConfigError(
-            f"codec={codec!r} lets what is owed fade or clips to the median of all ranks, and what"
-            " does not travel here is part of the next difference to what other ranks know; use a"
-            " WeightCodec with decay=1.0 and clip_to_median=False"
-        )
-    return chosen
-
-
-def chosen_codec(codec: object) -> WeightCodec | None:
-    """What an option `codec` is or names. Raises `ConfigError`."""
-    if isinstance(codec, str):
-        require_one_of("codec", codec, tuple(WEIGHT_CODECS))
-        return WEIGHT_CODECS[codec]
-    if codec is None or isinstance(codec, WeightCodec):
-        return codec
-    raise ConfigError(
-        "codec must be a WeightCodec, such as offbeat.WeightCodec(density=0.01), or of"
-        f" {', '.join(map(repr, WEIGHT_CODECS))}, got {codec!r}"
-    )

@@ -28,8 +28,7 @@ import torch
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.strategies.docstrings import complete_docstring
-from offbeat.strategies.options import refuse_text
+from offbeat.codec.described_options import check_options, complete_docstring
 from offbeat.strategies.registry import NAMES
 
 
@@ -38,10 +37,10 @@ class Strategy(ABC):
     """A recipe. Subclasses are frozen keyword-only dataclasses, whose fields are the options.
 
     A subclass describes each option that it adds in its docstring's `Args:` section; descriptions
-    of inherited options are added to the docstring when the class is made. Options are checked in
-    `__post_init__`, what depends on the model in `check` and what depends on the number of ranks in
-    `check_world`. All three run before any communication and raise `ConfigError` with what was
-    given, what is allowed and how to mend it.
+    of inherited options are added to the docstring when the class is made. Options are checked by
+    their annotations, what is between them in `__post_init__`, what depends on the model in `check`
+    and what depends on the number of ranks in `check_world`. All of it is before any communication
+    and raises `ConfigError` with what was given, what is allowed and how to mend it.
     """
 
     name: ClassVar[str]
@@ -84,7 +83,7 @@ class Strategy(ABC):
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options that cannot be."""
-        refuse_text(self)
+        check_options(self)
 
     @property
     def survives_death(self) -> bool:

@@ -8,22 +8,18 @@ objects or callables are given in Python only.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from offbeat.codec.option_value import NamedObjects, OptionValue
+from offbeat.codec.described_options import OptionDescription, allows, describe_options, type_text
 from offbeat.errors import ConfigError, nearest
-from offbeat.strategies.docstrings import OptionDescription, describe_options
 from offbeat.strategies.registry import REGISTRY
 
 S = TypeVar("S")
 
-_NAMES: Final = tuple[str, ...]
-_TRUTH: Final = {"true": True, "false": False}
+_CONSTANTS: Final = {"true": True, "false": False, "none": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +72,10 @@ def build_strategy(
             )
         holder, described = known[option]
         target = values if holder is None else of_objects.setdefault(holder, {})
-        try:
-            target[option] = convert(described.hint, None if value == "none" else value)
-        except (TypeError, ValueError):
-            allowed, meaning = type_text(described.hint), described.meaning
-            hint = f" ({meaning.rstrip('.')})" if meaning else ""
-            raise ConfigError(
-                f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}{hint}"
-            ) from None
+        read = [each for each in _readings(value) if allows(described.hint, each)]
+        if not read:
+            raise described.refusal(value)
+        target[option] = read[0]
     usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for holder, chosen in of_objects.items():
         values[holder] = dataclasses.replace(usual[holder], **chosen)
@@ -150,92 +142,34 @@ def asked_names(kind: type[Any]) -> list[str]:
     return list(_options_by_name(kind))
 
 
-def convert(hint: Any, value: object) -> object:
-    """`value` as one of type `hint`: as it is where it is one, or read from text or from JSON.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return _first_that_fits(arguments, value)
-    if origin is typing.Annotated:
-        named = hint.__metadata__[0]
-        if isinstance(named, NamedObjects) and value not in named:
-            raise ValueError(f"{value!r} is none of {', '.join(named)}")
-        return convert(arguments[0], value)
-    if origin is typing.Literal:
-        if value in arguments:
-            return value
-    elif hint == _NAMES and isinstance(value, str):
-        return tuple(value.split(",")) if value else ()
-    elif origin is tuple and isinstance(value, list | tuple):
-        inner = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
-        return tuple(convert(each, item) for each, item in zip(inner, value, strict=True))
-    elif origin is Mapping:
-        if isinstance(value, Mapping):
-            return {convert(arguments[0], k): convert(arguments[1], v) for k, v in value.items()}
-    elif origin is Callable:
-        if callable(value):
-            return value
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in _TRUTH:
-            return _TRUTH[value.lower()]
-    elif hint is int and isinstance(value, str | int) and not isinstance(value, bool):
-        return int(value)
-    elif hint is float and isinstance(value, str | int | float) and not isinstance(value, bool):
-        return float(value)
-    elif isinstance(hint, type) and isinstance(value, hint):
-        return value
-    raise TypeError(f"{value!r} is no {hint}")
+def _readings(value: object) -> Iterator[object]:
+    """What `value`, as text, from JSON or of Python, may mean: numbers before text."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            yield float(value)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            yield int(value)
+        if value.lower() in _CONSTANTS:
+            yield _CONSTANTS[value.lower()]
+        yield tuple(value.split(",")) if value else ()
+    yield _tupled(value)
 
 
-def _first_that_fits(hints: tuple[Any, ...], value: object) -> object:
-    # A number that is written as text is a number before it is text.
-    for hint in sorted(hints, key=lambda hint: hint is str):
-        try:
-            return convert(hint, value)
-        except (TypeError, ValueError):
-            continue
-    raise TypeError(f"{value!r} is none of {hints}")
+def _tupled(value: object) -> object:
+    """Tuples in the place of JSON's lists."""
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
-def type_text(hint: object) -> str:
-    """A type as people write it: `exact | reuse`, `number`, `number | none`."""
-    names = {
-        float: "number",
-        int: "whole number",
-        str: "text",
-        bool: "true | false",
-        type(None): "none",
-    }
-    if hint == _NAMES:
-        return "names separated by commas"
-    if typing.get_origin(hint) is typing.Annotated:
-        kind, named = typing.get_args(hint)[:2]
-        return " | ".join(named) if isinstance(named, NamedObjects) else type_text(kind)
-    if typing.get_origin(hint) is typing.Literal:
-        return " | ".join(map(str, typing.get_args(hint)))
-    if parts := typing.get_args(hint):
-        return " | ".join(type_text(part) for part in parts if _can_be_written(part))
-    return (
-        names.get(hint, getattr(hint, "__name__", str(hint)).lower())
-        if isinstance(hint, type)
-        else str(hint)
-    )
-
-
-def _options_by_name(kind: type[Any]) -> dict[str, tuple[str | None, OptionDescription]]:
+def _options_by_name(kind: Any) -> dict[str, tuple[str | None, OptionDescription]]:
     """The options of a strategy, each with the field that it is an option of, such as K-FAC's
     `curvature`; None: of the strategy itself.
     """
     found: dict[str, tuple[str | None, OptionDescription]] = {}
     for option in describe_options(kind):
         if dataclasses.is_dataclass(option.default):
-            inner = describe_options(type(option.default))
-            found |= {each.name: (option.name, each) for each in inner}
+            inner: Any = type(option.default)
+            found |= {each.name: (option.name, each) for each in describe_options(inner)}
         else:
             found[option.name] = None, option
     return found
@@ -243,13 +177,3 @@ def _options_by_name(kind: type[Any]) -> dict[str, tuple[str | None, OptionDescr
 
 def _text(default: object) -> str:
     return ",".join(default) if isinstance(default, tuple) else str(default).lower()
-
-
-def _can_be_written(hint: object) -> bool:
-    """Whether a value of this type can be given as text: callables, tuples, mappings, dataclasses
-    and objects of a user's own, as `LocalSGD` takes for `outer` and `GTopK` for `codec`, are given
-    in Python only.
-    """
-    is_object = isinstance(hint, type) and issubclass(hint, OptionValue)
-    in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint) or is_object
-    return typing.get_origin(hint) not in (Callable, tuple, Mapping) and not in_python_only

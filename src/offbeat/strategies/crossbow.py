@@ -30,10 +30,9 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore, UpToOne
 from offbeat.codec.topk_codec import WeightCodec
-from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy, codec_of_differences
-from offbeat.strategies.options import require_at_least
+from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -51,18 +50,11 @@ class Crossbow(AveragingStrategy):
             whole.
     """
 
-    period: int = 1
-    alpha: float | None = None
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    sends_differences = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("period", self.period, 1)
-        if self.alpha is not None and not 0 < self.alpha <= 1:
-            raise ConfigError(
-                f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks"
-            )
-        codec_of_differences(self.codec)
+    period: OneOrMore = 1
+    alpha: UpToOne | None = None
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver

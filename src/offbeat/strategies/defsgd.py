@@ -23,7 +23,6 @@ point where `ahead` is 1.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,11 +42,11 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.errors import ConfigError
+from offbeat.codec.described_options import OneOrMore, ZeroToOne
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import number_of, require_at_least, require_real
+from offbeat.strategies.options import require_real
 from offbeat.weights.model_weights import ModelWeights, restore_
 
 
@@ -60,14 +59,8 @@ class DEFSGD(AveragingStrategy):
         ahead: how much of what a rank owes is in its own parameters, in [0, 1].
     """
 
-    ratio: int = 64
-    ahead: float = 0.3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("ratio", self.ratio, 1)
-        if not 0 <= number_of(self.ahead) <= 1:
-            raise ConfigError(f"ahead must be in [0, 1], got {self.ahead!r}")
+    ratio: OneOrMore = 64
+    ahead: ZeroToOne = 0.3
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -190,12 +183,10 @@ class _BlockReduction(ResidualReduction):
         return torch.from_numpy(places).to(self._residual.device)
 
     @override
-    def launch(self, given: WeightedGradient) -> None:
-        begin_s = time.perf_counter()
+    def _launch(self, given: WeightedGradient) -> None:
         tally = self._stage(given)
         self._block = self._draw()
         self._sum = TalliedSum([self._mine[self._block]], tally, self._driver, self._stream)
-        self.encode_s += time.perf_counter() - begin_s
 
     @override
     def wait(self) -> torch.Tensor:
@@ -203,14 +194,11 @@ class _BlockReduction(ResidualReduction):
         return tail
 
     @override
-    def commit(self) -> torch.Tensor:
-        begin_s = time.perf_counter()
+    def _commit(self) -> torch.Tensor:
         self._mine[self._block] = 0
         self._residual, self._mine = self._mine, self._residual
-        flat = self._show(torch.zeros_like(self._mine).index_copy_(0, self._block, self._total))
         self._num_exchanges += 1
-        self.encode_s += time.perf_counter() - begin_s
-        return flat
+        return self._show(torch.zeros_like(self._mine).index_copy_(0, self._block, self._total))
 
     @override
     def local_state(self) -> dict[str, float | torch.Tensor]:

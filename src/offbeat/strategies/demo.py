@@ -32,11 +32,11 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import UpToOne
 from offbeat.codec.selectors import Exact
 from offbeat.codec.sparseloco import ChunkSelector
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
-from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket, num_rows
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import (
@@ -67,15 +67,13 @@ class DeMo(GradientStrategy):
     bucket_mib: ClassVar[float | None] = None
 
     density: float = 1 / 128
-    decay: float = 0.999
+    decay: UpToOne = 0.999
     sign: bool = True
     codec: TopKCodec | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_density("density", self.density)
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay must be in (0, 1], got {self.decay!r}")
         self.entries()
 
     def entries(self) -> TopKCodec:
@@ -208,14 +206,14 @@ class _Transformed(SparseReduction):
         )
 
     @override
-    def launch(self, given: WeightedGradient) -> None:
+    def _launch(self, given: WeightedGradient) -> None:
         gradient = given.gradient.to(self._bucket.state_dtype)
         transform_(gradient, self._blocks)
-        super().launch(given._replace(gradient=gradient))
+        super()._launch(given._replace(gradient=gradient))
 
     @override
-    def commit(self) -> torch.Tensor:
-        flat = super().commit()
+    def _commit(self) -> torch.Tensor:
+        flat = super()._commit()
         wide = flat.to(self._bucket.state_dtype)
         transform_(wide, self._blocks, inverse=True)
         if wide is not flat:

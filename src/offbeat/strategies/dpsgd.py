@@ -25,16 +25,17 @@ gradient is not finite skips its own step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from offbeat.arithmetic.topologies import ring_weights
 from offbeat.averaging.gossip import NeighbourChanges, NeighbourMean, ring_round
-from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage, WeightExchange
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
-from offbeat.strategies.averaging import AveragingStrategy, codec_of_differences
+from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -49,26 +50,18 @@ class DPSGD(AveragingStrategy):
             difference. None: weights travel whole.
     """
 
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    sends_differences = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        codec_of_differences(self.codec)
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver, codec = context.driver, self.weight_codec
         row = ring_weights(driver.rank, driver.world_size)
-        peers = Everyone(driver, context.new_stream())
-        statistics = replace(weights, parameters={})
-        exchange = (
-            NeighbourMean(weights, peers, row=row)
-            if codec is None
-            else NeighbourChanges(
-                context.parameters,
-                peers,
-                statistics=NeighbourMean(statistics, peers, row=row) if statistics.names else None,
-                in_round=lambda number: ring_round(driver.rank, row),
-                codec=codec,
+        peers, in_round = Everyone(driver, context.new_stream()), ring_round(driver.rank, row)
+        whole = partial(NeighbourMean, peers=peers, row=row)
+        exchange: WeightExchange = whole(weights)
+        if codec is not None:
+            exchange = NeighbourChanges(
+                weights, peers, whole=whole, in_round=lambda _: in_round, codec=codec
             )
-        )
         return [PeriodicAverage(exchange, GrowingPeriod(1))]

@@ -40,8 +40,9 @@ from offbeat.averaging.background.gradient_ledger import GradientLedger
 from offbeat.averaging.background.partial_all_reduce import PartialAllReduce
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import TwoOrMore
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_one_of
+from offbeat.strategies.options import require_dense_optimizer
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 
@@ -61,12 +62,7 @@ class EagerSGD(AveragingStrategy):
     changes_gradients = True
 
     mode: Literal["solo", "majority"] = "majority"
-    period: int = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of("mode", self.mode, ("solo", "majority"))
-        require_at_least("period", self.period, 2)
+    period: TwoOrMore = 100
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_dense_optimizer(optimizer)

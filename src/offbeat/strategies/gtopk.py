@@ -41,7 +41,7 @@ result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from typing_extensions import override
 
@@ -56,7 +56,7 @@ from offbeat.gradients.collective_choice import (
 )
 from offbeat.gradients.density import DensitySchedule, MeasuredDensity
 from offbeat.gradients.exchange import ExchangeCounts
-from offbeat.strategies.options import refuse_idle, require_one_of
+from offbeat.strategies.options import refuse_idle
 from offbeat.strategies.sparse_gradient import Scheduled, SparseGradientStrategy
 
 
@@ -80,7 +80,6 @@ class GTopK(SparseGradientStrategy):
     """
 
     trains_islands = True
-    measures: ClassVar[bool] = True
 
     density: float | Literal["auto"] = "auto"
     collective: Literal[
@@ -89,7 +88,6 @@ class GTopK(SparseGradientStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("collective", self.collective, ("auto", *COLLECTIVES))
         if self.collective == "dense":
             refuse_idle(
                 self, "codec", because='collective="dense" sends all of the gradient as it is'

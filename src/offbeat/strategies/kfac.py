@@ -41,7 +41,8 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.errors import ConfigError, UnsupportedError, nearest
+from offbeat.codec.described_options import OneOrMore, Positive
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.exchange import LaunchOrder
 from offbeat.kfac.blocks import slots_of
 from offbeat.kfac.callback import KFACCallback
@@ -63,7 +64,6 @@ from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.gtopk import GTopK
-from offbeat.strategies.options import require_at_least, require_one_of, require_positive
 from offbeat.strategies.powersgd import PowerSGD
 from offbeat.strategies.topk import TopK
 from offbeat.torch_private import unscales_gradients_itself
@@ -96,36 +96,20 @@ class KFACStrategy(Strategy):
     """
 
     acts_at_steps: ClassVar[bool] = True
+    hooks_layers = True
     planner: ClassVar[KFACPlanner]
     """What the strategy is."""
 
-    damping: float = 0.01
-    factor_interval: int = 10
-    inverse_interval: int = 100
-    kl_clip: float | None = 0.001
+    damping: Positive = 0.01
+    factor_interval: OneOrMore = 10
+    inverse_interval: OneOrMore = 100
+    kl_clip: Positive | None = 0.001
     grafting: Literal["auto", "none", "floor", "layer"] = "auto"
     exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk", "powersgd"] = "allreduce"
     curvature: Curvature = USUAL_CURVATURE
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("factor_interval", self.factor_interval, 1)
-        require_at_least("inverse_interval", self.inverse_interval, 1)
-        require_positive("damping", self.damping)
-        if self.kl_clip is not None:
-            require_positive("kl_clip", self.kl_clip)
-        require_one_of("grafting", self.grafting, ("auto", "none", "floor", "layer"))
-        if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
-            raise ConfigError(
-                f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges"
-                " gradients, such as offbeat.GTopK(density=0.01), got"
-                f" {self.exchange!r}{nearest(str(self.exchange), EXCHANGES)}"
-            )
-        if not isinstance(self.curvature, Curvature):
-            raise ConfigError(
-                "curvature must be an offbeat.Curvature, such as offbeat.Curvature(max_dim=1024),"
-                f" got {self.curvature!r}"
-            )
         if self.planner.by_owner and self.curvature.factor_codec != "float32":
             raise ConfigError(
                 f"factor_codec={self.curvature.factor_codec!r} is how factors travel, and with"
@@ -142,11 +126,6 @@ class KFACStrategy(Strategy):
             inverse_interval=self.inverse_interval,
             curvature=self.curvature,
         )
-
-    @property
-    @override
-    def hooks_layers(self) -> bool:
-        return True
 
     @override
     def step_kinds(self) -> Callable[[int], Hashable]:

@@ -39,7 +39,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from functools import partial
+from typing import Annotated, Literal, Self
 
 import torch
 from typing_extensions import override
@@ -61,25 +62,20 @@ from offbeat.averaging.periodic import (
 from offbeat.averaging.streaming import Streaming, StreamingMean
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import (
+    BelowOne,
+    NotNegative,
+    OneOrMore,
+    Positive,
+    check_options,
+)
 from offbeat.codec.topk_codec import WeightCodec
-from offbeat.errors import ConfigError, nearest
+from offbeat.errors import ConfigError
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.quorum import Quorum
-from offbeat.strategies.allreduce import AllReduce
-from offbeat.strategies.averaging import (
-    AveragingStrategy,
-    chosen_codec,
-    inform_of_short_steps,
-)
+from offbeat.strategies.averaging import AveragingStrategy, inform_of_short_steps
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.options import (
-    refuse_idle,
-    require_at_least,
-    require_fraction_below_one,
-    require_one_of,
-    require_positive,
-    require_real,
-)
+from offbeat.strategies.options import refuse_idle, require_at_least, require_one_of, require_real
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -97,14 +93,13 @@ class Outer:
             large as the model or, with momentum, twice as large, instead of the model's device.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: Positive = 0.7
+    momentum: BelowOne = 0.9
     nesterov: bool = True
     offload: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("the outer lr", self.lr)
-        require_fraction_below_one("the outer momentum", self.momentum)
+        check_options(self)
         if self.nesterov and not self.momentum:
             raise ConfigError(
                 "nesterov=True needs an outer momentum greater than 0, got 0; pass nesterov=False"
@@ -147,9 +142,9 @@ class LocalSGD(AveragingStrategy):
         start_step: steps with all-reduced gradients before the first local one, >= 0.
         start: what these steps are; one of these strategies with options of its own, too. Hooks of
             K-FAC are taken out after them.
-        outer: the optimizer that is applied to the mean, or any callable that makes one of the
-            parameters it is given, such as `functools.partial(torch.optim.Adam, lr=1e-3)`; None
-            takes the mean as it is.
+        outer: the optimizer that is applied to the mean, such as `offbeat.Outer(lr=0.5)`, or any
+            callable that makes one of the parameters it is given, such as
+            `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
         optimizer_state: "averaged": momentum, second moments and numbers of steps are averaged with
             the weights, which multiplies the bytes; "local": they stay the rank's own; or each by
             its name, with the number of averages of the weights to one of the state, such as
@@ -167,9 +162,9 @@ class LocalSGD(AveragingStrategy):
             the members have come and the others were waited for 2 s longer.
     """
 
-    period: int | AveragingSchedule | Annotated[str, SCHEDULES] = 10
-    warmup: int | None = None
-    start_step: int = 0
+    period: OneOrMore | AveragingSchedule | Annotated[str, SCHEDULES] = 10
+    warmup: NotNegative | None = None
+    start_step: NotNegative = 0
     start: Strategy | Literal["allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac"] = "allreduce"
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Mapping[str, int] | str | Literal["local", "averaged"] | None = None
@@ -178,33 +173,17 @@ class LocalSGD(AveragingStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.period, str):
-            require_one_of("period", self.period, tuple(SCHEDULES))
-        elif not isinstance(self.period, AveragingSchedule):
-            require_at_least("period", self.period, 1)
-        chosen_codec(self.codec)
         chosen = self.chosen_exchange
         if chosen is not None:
             self._check_exchange(chosen)
-        if self.warmup is not None:
-            require_at_least("warmup", self.warmup, 0)
         if self.period == 1 and self.warmup:
             refuse_idle(self, "warmup", because="a period that is to be 1 has nothing to grow from")
         if not isinstance(self.period, int):
             refuse_idle(self, "warmup", because=f"period={self.period!r} says it itself")
-        require_at_least("start_step", self.start_step, 0)
         averages = self.averages_state
         for state, interval in averages.items() if isinstance(averages, Mapping) else ():
             require_at_least(f"the interval of {state!r} in optimizer_state", interval, 1)
         self._check_start()
-        if isinstance(self.outer, str):
-            require_one_of("outer", self.outer, tuple(OUTERS))
-        elif self.outer is not None and not callable(self.outer):
-            raise ConfigError(
-                "outer must be 'slowmo', 'diloco', None, an offbeat.Outer(lr=..., momentum=...) or"
-                " a callable that makes an optimizer, such as functools.partial(torch.optim.SGD,"
-                f" lr=0.7), got {self.outer!r}"
-            )
 
     def _check_exchange(self, chosen: Streaming | Pairs | ObjectStore | Quorum) -> None:
         if isinstance(chosen, Streaming):
@@ -306,17 +285,15 @@ class LocalSGD(AveragingStrategy):
 
     @override
     def for_plain_script(self) -> Self:
-        start = REGISTRY[self.start]() if isinstance(self.start, str) else self.start
-        plain = start.for_plain_script()
-        return self if plain == start else replace(self, start=plain)
+        plain = self.first_steps.for_plain_script()
+        return self if plain == self.first_steps else replace(self, start=plain)
 
     def _check_start(self) -> None:
         start = self.start
-        name = start.name if isinstance(start, Strategy) else start
-        if name not in STARTS:
+        if isinstance(start, Strategy) and start.name not in STARTS:
             raise ConfigError(
                 f"start must be one of {', '.join(map(repr, STARTS))}, or such a strategy, as"
-                f" offbeat.SPDKFAC(damping=0.003), got {start!r}{nearest(str(start), STARTS)}"
+                f" offbeat.SPDKFAC(damping=0.003), got {start!r}"
             )
         given = repr(start) if isinstance(start, str) else f"{type(start).__name__}(...)"
         if start != "allreduce" and not self.start_step:
@@ -338,12 +315,7 @@ class LocalSGD(AveragingStrategy):
     @property
     def first_steps(self) -> Strategy:
         """What the first steps are."""
-        start = self.start
-        if isinstance(start, str):
-            gradients = AllReduce()
-            kind: type[Any] = REGISTRY[start]
-            return gradients if start == gradients.name else kind(exchange=gradients)
-        return start
+        return REGISTRY[self.start]() if isinstance(self.start, str) else self.start
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
@@ -367,6 +339,7 @@ class LocalSGD(AveragingStrategy):
         chosen = self.chosen_exchange
         has_rule, parameters = outer is not None or codec is not None, context.parameters
         make = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
+        rule = partial(OuterOptimizer, parameters, make=make)
         peers = Everyone(context.driver, context.new_stream())
         exchange: WeightExchange
         match chosen:
@@ -378,12 +351,7 @@ class LocalSGD(AveragingStrategy):
                     name_of=context.driver.name_of,
                 )
                 members = MeanOfMembers(
-                    weights,
-                    OuterOptimizer(parameters, make=make),
-                    group=group,
-                    quorum=chosen,
-                    codec=codec,
-                    context=context,
+                    weights, rule(), group=group, quorum=chosen, codec=codec, context=context
                 )
                 return [AverageOfMembers(members, self.schedule, context=context)]
             case Streaming():
@@ -391,17 +359,16 @@ class LocalSGD(AveragingStrategy):
                     weights, parameters, peers, streaming=chosen, outer=make, codec=codec
                 )
             case ObjectStore():
-                rule = OuterOptimizer(parameters, make=make)
-                exchange = StoreMean(weights, peers, store=chosen, rule=rule)
+                exchange = StoreMean(weights, peers, store=chosen, rule=rule())
             case Pairs():
-                own = OuterOptimizer(parameters, make=make) if has_rule else None
+                own = rule() if has_rule else None
                 exchange = PairMean(weights, peers, pairs=chosen, rule=own)
             case _:
                 exchange = MeanOfAll(
                     weights,
                     peers,
                     changes=coded_changes(parameters, codec, peers),
-                    rule=OuterOptimizer(parameters, make=make) if has_rule else None,
+                    rule=rule() if has_rule else None,
                     optimizer=context.optimizer,
                     averages_state=self.averages_state,
                     notify=context.notices.notify,

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore
 from offbeat.codec.few_bits import SignValues
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec
@@ -45,7 +46,6 @@ from offbeat.gradients.exchange import GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.gradients.reductions import DenseReduction, Reduction, WeightedGradient
 from offbeat.strategies.gradient import GradientStrategy, Reductions
-from offbeat.strategies.options import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,7 @@ class OneBitAdam(GradientStrategy):
             sixth to a quarter of all steps is usual.
     """
 
-    freeze_step: int = 1000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("freeze_step", self.freeze_step, 1)
+    freeze_step: OneOrMore = 1000
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -317,7 +313,7 @@ class _MomentumReduction(CodedReduction):
         self._is_dense = True
 
     @override
-    def launch(self, given: WeightedGradient) -> None:
+    def _launch(self, given: WeightedGradient) -> None:
         self._is_dense = not self._frozen.is_taken
         if self._is_dense:
             self._dense.launch(given)
@@ -325,18 +321,18 @@ class _MomentumReduction(CodedReduction):
         momenta = self._bucket.views_of(given.gradient)
         for momentum, divisor in zip(momenta, self._frozen.divisors(self._bucket), strict=True):
             momentum.div_(divisor)
-        super().launch(given)
+        super()._launch(given)
 
     @override
     def wait(self) -> Tally | torch.Tensor:
         return self._dense.wait() if self._is_dense else super().wait()
 
     @override
-    def commit(self) -> torch.Tensor:
+    def _commit(self) -> torch.Tensor:
         self._dense.tally = self.tally
         if self._is_dense:
             return self._dense.commit()
-        flat, divisors = super().commit(), self._frozen.divisors(self._bucket)
+        flat, divisors = super()._commit(), self._frozen.divisors(self._bucket)
         for step, divisor in zip(self._bucket.views_of(flat), divisors, strict=True):
             step.mul_(divisor.masked_fill(divisor.isinf(), 0))
         return flat

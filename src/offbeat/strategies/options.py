@@ -5,43 +5,16 @@ fix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from inspect import formatannotation
-from math import nan
-from typing import Any, Final, SupportsFloat
+from dataclasses import fields
+from typing import Any, SupportsFloat
 
 import torch
 
 from offbeat.errors import ConfigError, UnsupportedError, nearest
 
-_NEVER_TEXT: Final = {"bool", "int", "float", "None"}
-
-
-def refuse_text(options: Any) -> None:
-    """Refuse text for an option that is a number or a truth value: "false" would count as true.
-
-    Args:
-        options: a dataclass, whose fields they are, and those of dataclasses among its values.
-    """
-    for option in fields(options):
-        value, kind = getattr(options, option.name), option.type
-        kinds = (kind if isinstance(kind, str) else formatannotation(kind)).split(" | ")
-        if isinstance(value, str) and _NEVER_TEXT.issuperset(kinds):
-            raise ConfigError(
-                f"{option.name} must be {' or '.join(kinds)}, got the text {value!r}; write it"
-                " without quotation marks"
-            )
-        if is_dataclass(value) and not isinstance(value, type):
-            refuse_text(value)
-
-
-def number_of(value: object) -> float:
-    """`value` as a number; nan, which no range has, where it is none."""
-    return float(value) if isinstance(value, SupportsFloat) else nan
-
 
 def require_positive(name: str, value: float) -> None:
-    if not number_of(value) > 0:
+    if not (isinstance(value, SupportsFloat) and float(value) > 0):
         raise ConfigError(f"{name} must be greater than 0, got {value!r}")
 
 
@@ -76,18 +49,12 @@ def refuse_idle(strategy: Any, *names: str, because: str) -> None:
 
 
 def require_density(name: str, value: float) -> None:
-    number = number_of(value)
-    if isinstance(value, bool) or not 0 < number <= 1:
-        hint = f"; {value}% is {name}={number / 100:g}" if 1 < number <= 100 else ""
+    if not 0 < value <= 1:
+        hint = f"; {value}% is {name}={value / 100:g}" if 1 < value <= 100 else ""
         raise ConfigError(
             f"{name} is the fraction of gradient entries that travel, in (0, 1], got"
             f" {value!r}{hint}"
         )
-
-
-def require_fraction_below_one(name: str, value: float) -> None:
-    if not 0 <= number_of(value) < 1:
-        raise ConfigError(f"{name} must be in [0, 1), got {value!r}")
 
 
 def require_dense_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -18,10 +18,10 @@ from typing import ClassVar
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.low_rank import LowRankReduction, RightFactors
 from offbeat.strategies.gradient import GradientStrategy, Reductions
-from offbeat.strategies.options import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,7 @@ class PowerSGD(GradientStrategy):
     trains_islands = True
     needs_optimizer: ClassVar[bool] = False
 
-    rank: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("rank", self.rank, 1)
+    rank: OneOrMore = 2
 
     @override
     def reductions(self, context: Context, transform: GradientTransform) -> Reductions:

@@ -9,15 +9,15 @@ object for an option is one file and one line. The tables name modules and impor
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from typing_extensions import override
 
+from offbeat.codec.described_options import first_sentence
 from offbeat.codec.option_value import NamedObjects
-from offbeat.strategies.docstrings import first_sentence
 
 if TYPE_CHECKING:
     from offbeat.averaging.periodic import AveragingSchedule
@@ -66,13 +66,8 @@ class StrategyEntry(NamedTuple):
             if isinstance(node, ast.ClassDef) and node.name == self.class_name
         )
 
-    def load(self) -> type[Strategy]:
-        """The class. Imports its module."""
-        loaded: type[Strategy] = getattr(import_module(self.module), self.class_name)
-        return loaded
 
-
-class StrategyRegistry(Mapping[str, "type[Strategy]"]):
+class StrategyRegistry(NamedObjects["type[Strategy]"]):
     """Strategies by name. A class is imported when it is asked for.
 
     Args:
@@ -89,28 +84,18 @@ class StrategyRegistry(Mapping[str, "type[Strategy]"]):
             entry.name: entry for family in families.values() for entry in family
         }
 
+        super().__init__(**{name: entry.module for name, entry in self.entries.items()})
+
     @override
     def __getitem__(self, name: str) -> type[Strategy]:
-        return self.entries[name].load()
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    @override
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @override
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
+        entry = self.entries[name]
+        kind: type[Strategy] = getattr(import_module(entry.module), entry.class_name)
+        return kind
 
 
 REGISTRY: Final = StrategyRegistry(
     {
-        "Chosen by measuring": [
-            StrategyEntry("auto", "Auto", "2006.15704"),
-        ],
+        "Chosen by measuring": [StrategyEntry("auto", "Auto", "2006.15704")],
         "Gradients, all of them": [
             StrategyEntry("allreduce", "AllReduce", "2006.15704"),
             StrategyEntry("dear", "DeAR", "2302.12445"),

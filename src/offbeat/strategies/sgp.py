@@ -27,7 +27,8 @@ its own step. There is no overlapped variant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
@@ -35,10 +36,10 @@ from offbeat.averaging.gossip import PushedChanges, PushSum, push_round
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage, WeightExchange
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy, codec_of_differences
-from offbeat.strategies.options import require_at_least
+from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -54,13 +55,10 @@ class SGP(AveragingStrategy):
             weights travel whole.
     """
 
-    out_degree: int = 1
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    sends_differences = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("out_degree", self.out_degree, 1)
-        codec_of_differences(self.codec)
+    out_degree: OneOrMore = 1
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def check_world(self, world_size: int) -> None:
         if world_size > 1 and self.out_degree >= world_size:
@@ -81,15 +79,13 @@ class SGP(AveragingStrategy):
             )
 
         peers, codec = Everyone(driver, context.new_stream()), self.weight_codec
-        exchange: WeightExchange = PushSum(weights, peers, in_round=in_round)
+        whole = partial(PushSum, peers=peers, in_round=in_round)
+        exchange: WeightExchange = whole(weights)
         if codec is not None:
-            statistics = replace(weights, parameters={})
             exchange = PushedChanges(
-                context.parameters,
+                weights,
                 peers,
-                statistics=PushSum(statistics, peers, in_round=in_round)
-                if statistics.names
-                else None,
+                whole=whole,
                 in_round=lambda number: push_round(driver.rank, in_round(number)),
                 codec=codec,
             )

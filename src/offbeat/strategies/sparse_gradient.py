@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import Positive
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.errors import ConfigError
 from offbeat.gradients.clipping import LocalClipping
@@ -30,7 +31,7 @@ from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
 from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
 from offbeat.gradients.reductions import SparseReduction
 from offbeat.strategies.gradient import GradientStrategy, Reductions
-from offbeat.strategies.options import require_density, require_one_of, require_positive
+from offbeat.strategies.options import require_density
 
 Scheduled: TypeAlias = tuple[DensitySchedule, list[Callback]]
 """How many entries travel and by which collective; and what else remembers that, if anything."""
@@ -52,23 +53,17 @@ class EntriesStrategy(GradientStrategy):
 
     runs_compiled: ClassVar[bool] = True
     bucket_mib: ClassVar[float | None] = None
-    measures: ClassVar[bool] = False
-    """Whether density="auto" is known."""
 
     density: float | Literal["auto"] = 0.001
     momentum_correction: Literal["auto"] | None = "auto"
     codec: TopKCodec | str | None = None
-    clip_norm: float | None = None
+    clip_norm: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.density != "auto" or not self.measures:
-            require_density("density", self.density)  # type: ignore[arg-type]  # looked at there
-        if self.momentum_correction is not None:
-            require_one_of("momentum_correction", self.momentum_correction, ("auto",))
+        if self.density != "auto":
+            require_density("density", self.density)
         self.entries()
-        if self.clip_norm is not None:
-            require_positive("clip_norm", self.clip_norm)
 
     @property
     def takes_over(self) -> bool:

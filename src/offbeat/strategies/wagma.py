@@ -59,18 +59,17 @@ from offbeat.averaging.background.merge_rules import MergeRule, PaperMerge
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore, TwoOrMore, UpToOne
 from offbeat.codec.model_wire import Values
 from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import ConfigError
 from offbeat.strategies.averaging import AveragingStrategy, inform_of_short_steps
-from offbeat.strategies.options import refuse_idle, require_at_least, require_one_of
+from offbeat.strategies.options import refuse_idle
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 _MANY = 65_536
-VALUES = ("auto", "float32", "bfloat16", "float8", "linear8", "linear4", "e3m0")
-"""Names of how values travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +103,11 @@ class WAGMA(AveragingStrategy):
     synchronization waits for workers that are further behind.
     """
 
-    group_size: int | None = None
-    period: int = 10
-    interval: int = 1
+    group_size: TwoOrMore | None = None
+    period: OneOrMore = 10
+    interval: OneOrMore = 1
     merge: Literal["delta", "paper"] = "delta"
-    quorum: float = 0.75
+    quorum: UpToOne = 0.75
     overlap: bool | None = None
     values: (
         ValueCodec | Literal["auto", "float32", "bfloat16", "float8", "linear8", "linear4", "e3m0"]
@@ -116,17 +115,11 @@ class WAGMA(AveragingStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.group_size is not None:
-            require_at_least("group_size", self.group_size, 2)
-        require_at_least("period", self.period, 1)
-        self._require_divisor()
-        require_one_of("merge", self.merge, ("delta", "paper"))
-        if not isinstance(self.values, ValueCodec):
-            require_one_of("values", self.values, VALUES)
-        if not 0 < self.quorum <= 1:
+        if self.period % self.interval:
+            divisors = [n for n in range(1, self.period + 1) if self.period % n == 0]
             raise ConfigError(
-                "quorum must be above 0 and at most 1, the fraction of workers that has to arrive,"
-                f" got {self.quorum}"
+                f"interval must be a divisor of period={self.period}, so"
+                f" {', '.join(map(str, divisors))}, got {self.interval}"
             )
         if self.interval == self.period:
             refuse_idle(self, "group_size", because="with interval=period there are no groups")
@@ -145,15 +138,6 @@ class WAGMA(AveragingStrategy):
             raise ConfigError(
                 f"values={self.values!r} is for averages of groups, and with interval=period there"
                 ' are none; use values="bfloat16"'
-            )
-
-    def _require_divisor(self) -> None:
-        require_at_least("interval", self.interval, 1)
-        if self.period % self.interval:
-            divisors = [n for n in range(1, self.period + 1) if self.period % n == 0]
-            raise ConfigError(
-                f"interval must be a divisor of period={self.period}, so"
-                f" {', '.join(map(str, divisors))}, got {self.interval}"
             )
 
     def check_world(self, world_size: int) -> None:

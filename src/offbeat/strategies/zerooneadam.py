@@ -47,10 +47,11 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import OneOrMore
 from offbeat.gradients.exchange import HiddenGradients
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze, require_adam
-from offbeat.strategies.options import require_at_least, require_real
+from offbeat.strategies.options import require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
 
@@ -74,13 +75,8 @@ class ZeroOneAdam(AveragingStrategy):
     growth: ClassVar[int] = 1000
     """The number of local steps after which the distance of averages doubles."""
 
-    freeze_step: int = 1000
-    period: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("freeze_step", "period"):
-            require_at_least(name, getattr(self, name), 1)
+    freeze_step: OneOrMore = 1000
+    period: OneOrMore = 16
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -287,10 +283,7 @@ class LocalAdam(Callback, TakeMean):
         }
         anchors = {f"anchor/{name}": each for name, each in self.anchor.items()}
         sums = {f"sum/{name}": each for name, each in self.sums.items()}
-        return {
-            "replicated": {**anchors, **numbers, "num_steps": self._num_steps},
-            "local": sums,
-        }
+        return {"replicated": {**anchors, **numbers, "num_steps": self._num_steps}, "local": sums}
 
     @property
     def _numbers(self) -> dict[str, dict[str, float]]:

@@ -28,13 +28,13 @@ from offbeat.codec.device_copies import read_numbers
 from offbeat.codec.jit import keep_freed_memory
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.tally import all_finite, is_finite
-from offbeat.collectives.dense import dense_all_reduce
+from offbeat.collectives.dense import dense_all_reduce, gather_bytes
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import FRAGMENT_BYTES, Elements, weighted_mean
 from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Pending, Stream
-from offbeat.transport.operations import AllGather, Collective, Payload
+from offbeat.transport.operations import Collective, Payload
 
 
 class BufferNames(NamedTuple):
@@ -181,7 +181,9 @@ class ModelWeights:
     def average_counters_(self, driver: Driver, stream: Stream) -> None:
         """Replace counters by the maximum of what each rank has counted itself. Collective."""
         if self.chosen.counters:
-            self.write_counters(driver.run(_maximum(self.own_counters()), stream.next()))
+            payloads = driver.run(gather_bytes(self.own_counters().tobytes()), stream.next())
+            counted = [np.frombuffer(payload, dtype=np.int64) for payload in payloads]
+            self.write_counters(np.max(counted, axis=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -594,12 +596,6 @@ class _Means:
         nowhere = {p for p, weight in zip(self._positions, weights, strict=True) if not weight}
         written = [position for position in self._means if position not in nowhere]
         for_each("copy_", [self._tensors[p] for p in written], [self._means[p] for p in written])
-
-
-def _maximum(mine: Counters) -> Collective[Counters]:
-    """The elementwise maximum over ranks."""
-    payloads = yield AllGather(mine.tobytes())
-    return np.max([np.frombuffer(payload, dtype=np.int64) for payload in payloads], axis=0)  # type: ignore[no-any-return]
 
 
 def restore_(live: Mapping[str, torch.Tensor], saved: Mapping[str, Any], what: str) -> None:

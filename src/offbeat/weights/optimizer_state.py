@@ -363,20 +363,14 @@ def shares_of_states(
         everywhere += weight
         found |= {name: np.zeros(num_parameters) for name, _ in states if name not in found}
         for name, total in found.items():
-            total += weight * _unpacked(dict(states).get(name, ""), num_parameters)
+            if digits := dict(states).get(name):
+                total += weight * np.array([digit == "1" for digit in digits])
     return {name: (total / everywhere).tolist() for name, total in sorted(found.items())}
 
 
 def packed(presence: Presence) -> tuple[tuple[str, str], ...]:
-    """For a message: by name, ascending, the bits as hexadecimal digits."""
-    return tuple((name, np.packbits(have).tobytes().hex()) for name, have in presence.items())
-
-
-def _unpacked(digits: str, count: int) -> NDArray[np.bool_]:
-    if not digits:
-        return np.zeros(count, np.bool_)  # of nothing, numpy would unpack whatever is in memory
-    raw = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8)
-    return np.unpackbits(raw, count=count).astype(np.bool_)
+    """For a message: by name, ascending, 1 for each parameter that has the state, and 0."""
+    return tuple((name, "".join("01"[one] for one in have)) for name, have in presence.items())
 
 
 def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:

@@ -100,41 +100,62 @@ def wrap(parameter: torch.nn.Parameter, value: torch.Tensor) -> Any:
 
 
 class _View(MutableMapping[Any, Any]):
-    """A mapping, as far as another one has it, in which values are shown in another form.
+    """A mapping, as far as another one has it, with values, and keys, in another form.
 
     Args:
-        inner: is read and written.
+        inner: gives the one that is read and written.
         show: makes the form that is shown of a key and a value.
-        take: the inverse.
+        take: the inverse, of the key that is shown and a value.
+        key_of: gives the key of the inner one.
+        shown: the inverse.
     """
 
     def __init__(
         self,
-        inner: MutableMapping[Any, Any],
+        inner: Callable[[], MutableMapping[Any, Any]],
         show: Callable[[Any, Any], Any],
-        take: Callable[[Any], Any],
+        take: Callable[[Any, Any], Any],
+        *,
+        key_of: Callable[[Any], Any] = lambda key: key,
+        shown: Callable[[Any], Any] = lambda key: key,
     ) -> None:
         self._inner, self._show, self._take = inner, show, take
+        self._key_of, self._shown = key_of, shown
 
     @override
     def __getitem__(self, key: Any) -> Any:
-        return self._show(key, self._inner[key])
+        # As in an optimizer's state, what is not there yet is made by being asked for.
+        return self._show(key, self._inner()[self._key_of(key)])
 
     @override
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._inner[key] = self._take(value)
+        self._inner()[self._key_of(key)] = self._take(key, value)
 
     @override
     def __delitem__(self, key: Any) -> None:
-        del self._inner[key]
+        del self._inner()[self._key_of(key)]
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return self._key_of(key) in self._inner()
+
+    @override
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 - this is `get`
+
+    @override
+    def pop(self, key: Any, default: Any = None) -> Any:
+        found = self.get(key, default)
+        self._inner().pop(self._key_of(key), None)
+        return found
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._inner)
+        return map(self._shown, self._inner())
 
     @override
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self._inner())
 
 
 class _Groups(Sequence[_View]):
@@ -149,51 +170,11 @@ class _Groups(Sequence[_View]):
 
     @override
     def __getitem__(self, number: Any) -> Any:
-        return _View(self._optimizer.param_groups[number], self._show, lambda value: value)
+        group = self._optimizer.param_groups[number]
+        return _View(lambda: group, self._show, lambda _, value: value)
 
     def _show(self, key: str, value: Any) -> Any:
         return [self._shards[id(whole)] for whole in value] if key == "params" else value
-
-
-class _States(MutableMapping[Shard, Any]):
-    """The state of an optimizer by shard, with local tensors."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Mapping[int, Shard]) -> None:
-        self._optimizer, self._shards = optimizer, shards
-
-    @override
-    def __getitem__(self, shard: Shard) -> Any:
-        # As in an optimizer, what is not there yet is made by being asked for.
-        kept = self._optimizer.state[shard.whole]
-        return _View(kept, lambda _, value: local_of(value), shard.wrap)
-
-    @override
-    def __setitem__(self, shard: Shard, kept: Mapping[str, Any]) -> None:
-        self._optimizer.state[shard.whole] = {k: shard.wrap(v) for k, v in kept.items()}
-
-    @override
-    def __delitem__(self, shard: Shard) -> None:
-        del self._optimizer.state[shard.whole]
-
-    @override
-    def __contains__(self, shard: object) -> bool:
-        return isinstance(shard, Shard) and shard.whole in self._optimizer.state
-
-    @override
-    def get(self, shard: Shard, default: Any = None) -> Any:
-        return self[shard] if shard in self else default  # noqa: SIM401 - this is `get`
-
-    @override
-    def pop(self, shard: Shard, default: Any = None) -> Any:
-        return self._optimizer.state.pop(shard.whole, default)
-
-    @override
-    def __iter__(self) -> Iterator[Shard]:
-        return (self._shards[id(whole)] for whole in self._optimizer.state)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._optimizer.state)
 
 
 def optimizer_of_shards(
@@ -205,7 +186,16 @@ def optimizer_of_shards(
     by_id = {id(shard.whole): shard for shard in shards}
     shown: Any = object.__new__(type(optimizer))
     vars(shown).update(vars(optimizer))
-    shown.param_groups, shown.state = _Groups(optimizer, by_id), _States(optimizer, by_id)
+    shown.param_groups = _Groups(optimizer, by_id)
+    shown.state = _View(
+        lambda: optimizer.state,
+        lambda shard, kept: _View(
+            lambda: kept, lambda _, value: local_of(value), lambda _, value: shard.wrap(value)
+        ),
+        lambda shard, kept: {key: shard.wrap(value) for key, value in kept.items()},
+        key_of=lambda shard: getattr(shard, "whole", None),
+        shown=lambda whole: by_id[id(whole)],
+    )
 
     def show_in_saved(hook: Callable[[Any, dict[str, Any]], None]) -> Any:
         def call(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

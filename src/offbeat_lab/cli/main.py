@@ -112,7 +112,7 @@ def strategies(
         print("\n".join(strategy_lines()))
         print(f"\nOf others, to compare with: {', '.join(others)}")
     elif name in others:
-        from offbeat.strategies.docstrings import first_sentence
+        from offbeat.codec.described_options import first_sentence
         from offbeat_lab.cli import display
         from offbeat_lab.options import strategy_options, strategy_type
 
