@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
-from offbeat.errors import ConfigError, nearest
+from offbeat.codec.option_value import require_at_least, require_fraction_below_one, require_one_of
+from offbeat.errors import ConfigError
 
 Grafting: TypeAlias = Literal["none", "floor", "layer"]
 """Whose length a layer's preconditioned gradient has (`kfac.preconditioner`); "none": its own."""
@@ -66,26 +67,14 @@ class Curvature:
     inverse_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("loss_terms", ("example", "position")),
-            ("inverse_dtype", ("auto", "float32", "bfloat16")),
-            ("factor_codec", ("float32", "bfloat16", "linear8")),
-        ):
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(map(repr, allowed))}, got"
-                    f" {value!r}{nearest(str(value), allowed)}"
-                )
-        for name, least in (("batch_dim", 0), ("sample_stride", 1), ("max_dim", 1)):
-            value = getattr(self, name)
-            is_auto = name == "sample_stride" and value == "auto"
-            if not is_auto and (type(value) is not int or value < least):
-                auto = ', or "auto"' if name == "sample_stride" else ""
-                raise ConfigError(
-                    f"{name} must be an integer of at least {least}{auto}, got {value!r}"
-                )
-        if not (isinstance(self.decay, int | float) and 0 <= self.decay < 1):
-            raise ConfigError(f"decay must be in [0, 1), got {self.decay!r}")
+        require_one_of("loss_terms", self.loss_terms, ("example", "position"))
+        require_one_of("inverse_dtype", self.inverse_dtype, ("auto", "float32", "bfloat16"))
+        require_one_of("factor_codec", self.factor_codec, ("float32", "bfloat16", "linear8"))
+        require_at_least("batch_dim", self.batch_dim, 0)
+        if self.sample_stride != "auto":
+            require_at_least("sample_stride, unless 'auto',", self.sample_stride, 1)
+        require_at_least("max_dim", self.max_dim, 1)
+        require_fraction_below_one("decay", self.decay)
         for name in ("plain", "cross_attention"):
             names = getattr(self, name)
             is_list = isinstance(names, tuple | list)

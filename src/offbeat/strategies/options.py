@@ -4,37 +4,17 @@ fix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
-from math import nan
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 
-from offbeat.errors import ConfigError, UnsupportedError, nearest
-
-
-def number_of(value: object) -> float:
-    """`value` as a number; nan, which no range has, where it is none."""
-    return float(value) if isinstance(value, SupportsFloat) else nan
-
-
-def require_positive(name: str, value: float) -> None:
-    if not number_of(value) > 0:
-        raise ConfigError(f"{name} must be greater than 0, got {value!r}")
-
-
-def require_at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, got"
-            f" {value!r}{nearest(str(value), allowed)}"
-        )
+from offbeat.codec.option_value import number_of as number_of
+from offbeat.codec.option_value import require_at_least as require_at_least
+from offbeat.codec.option_value import require_fraction_below_one as require_fraction_below_one
+from offbeat.codec.option_value import require_one_of as require_one_of
+from offbeat.codec.option_value import require_positive as require_positive
+from offbeat.errors import ConfigError, UnsupportedError
 
 
 def refuse_idle(strategy: Any, *names: str, because: str) -> None:
@@ -62,11 +42,6 @@ def require_density(name: str, value: float) -> None:
             f"{name} is the fraction of gradient entries that travel, in (0, 1], got"
             f" {value!r}{hint}"
         )
-
-
-def require_fraction_below_one(name: str, value: float) -> None:
-    if not 0 <= number_of(value) < 1:
-        raise ConfigError(f"{name} must be in [0, 1), got {value!r}")
 
 
 def require_dense_optimizer(optimizer: torch.optim.Optimizer) -> None:
