@@ -24,7 +24,7 @@ So what is evaluated and saved is up to one period, or `MEAN_EVERY` steps, old.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Final
@@ -36,7 +36,6 @@ from offbeat.errors import OffbeatError
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
 from offbeat.session.sharded import reshard_modules
-from offbeat.session.state import persistent_buffers, plain_name
 
 MEAN_EVERY: Final = 50
 """Steps between two means, where they cost an exchange of their own: 2% of the bytes of a strategy
@@ -53,26 +52,13 @@ class EvaluationWeights(SessionObserver):
         session: at work on it.
         model: the attached module.
         optimizer: that steps it.
-        ignored: names of parameters and buffers that are each rank's own affair.
     """
 
     def __init__(
-        self,
-        session: Session,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        ignored: Collection[str] = (),
+        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         self._session = session
         self._model = model
-        self._names = {
-            *(
-                plain_name(name)
-                for name, p in model.named_parameters()
-                if p.requires_grad and name not in ignored
-            ),
-            *map(plain_name, persistent_buffers(model, ignored)),
-        }
         self._mean: dict[str, torch.Tensor] | None = None
         self._own: dict[str, torch.Tensor] | None = None
         self._loaded_since_step: dict[str, torch.Tensor] | None = None
@@ -80,7 +66,7 @@ class EvaluationWeights(SessionObserver):
         self._rest = ExitStack()
         self._handles: list[Any] = [
             model.register_load_state_dict_post_hook(ModuleHook(model, self._loaded)),
-            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_step_pre_hook(lambda *_: self.training_goes_on()),
         ]
         for module in model.modules():
             hook = ModuleHook(module, self._state_dict_made)
@@ -140,9 +126,6 @@ class EvaluationWeights(SessionObserver):
         if self._loaded_since_step is not None:
             self._write(self._loaded_since_step)
 
-    def _step_begins(self, *_: Any) -> None:
-        self.training_goes_on()
-
     def _newest_mean(self) -> dict[str, torch.Tensor] | None:
         """None where nothing is known of a mean: then this rank's own weights have to do."""
         if self._mean is None and self._session.averages_alone and self._num_steps:
@@ -158,7 +141,7 @@ class EvaluationWeights(SessionObserver):
     ) -> None:
         if self._own is not None or (prefix and module is not self._model):
             return  # the parameters hold the mean already, or the module around is asked
-        names = {id(tensor): plain_name(name) for name, tensor in self._tensors()}
+        names = {id(tensor): name for name, tensor in self._session.tensors().items()}
         # What is tied has one name in the mean, and several in what is saved.
         tensors = {
             prefix + name: tensor
@@ -179,17 +162,12 @@ class EvaluationWeights(SessionObserver):
         self._own = None
         self._mean = self._loaded_since_step = self._copies()
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the mean has of the model, by the model's own names."""
-        reshard_modules(self._model)
-        named = chain(self._model.named_parameters(), self._model.named_buffers())
-        return ((name, tensor) for name, tensor in named if plain_name(name) in self._names)
-
     def _copies(self) -> dict[str, torch.Tensor]:
-        return {plain_name(name): tensor.detach().clone() for name, tensor in self._tensors()}
+        tensors = self._session.tensors().items()
+        return {name: tensor.detach().clone() for name, tensor in tensors}
 
     @torch.no_grad()
     def _write(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self._tensors():
-            tensor.copy_(values[plain_name(name)])
+        for name, tensor in self._session.tensors().items():
+            tensor.copy_(values[name])
         reshard_modules(self._model)

@@ -409,9 +409,8 @@ def _check(
                 " from model.parameters(), after moving the model to its device"
             )
         strategy.check(model, optimizer)
-    if (
-        not returns
-    ):  # such a worker does not know yet how many there are; the others have passed this check
+    # Such a worker does not know yet how many there are; the others have passed this check.
+    if not returns:
         strategy.check_world(world_size)
 
 
