@@ -107,12 +107,7 @@ def plan(
         language_model,
         read_shape,
     )
-    from offbeat_lab.plan.plans import (
-        PlanRequest,
-        make_plan,
-        plan_as_json,
-        usual_strategies,
-    )
+    from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json, usual_strategies
     from offbeat_lab.plan.steps_to_target import steps_to_target
 
     if out is not None:
