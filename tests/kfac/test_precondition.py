@@ -18,7 +18,7 @@ from offbeat.kfac.capture import Capture
 from offbeat.kfac.curvature import Curvature, Grafting
 from offbeat.kfac.factors import FactorShape
 from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
-from offbeat.kfac.preconditioner import InversePair, Member, kl_scale
+from offbeat.kfac.preconditioner import InversePair, InvertedBlock, kl_scale
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -32,7 +32,7 @@ def precondition_(
     lrs: Sequence[float],
     **options: Any,
 ) -> torch.Tensor | None:
-    members = [Member(*each) for each in zip(blocks, inverses, lrs, strict=True)]
+    members = [InvertedBlock(*each) for each in zip(blocks, inverses, lrs, strict=True)]
     return preconditioner.precondition_(members, **options)
 
 

@@ -163,7 +163,7 @@ class Preconditioner:
             for parameter in group["params"]
         }
         live = [
-            Member(block, self._pair_of(index), lr_of.get(id(block.weight), 0.0), index)
+            InvertedBlock(block, self._pair_of(index), lr_of.get(id(block.weight), 0.0), index)
             for index, block in enumerate(self._blocks)
             if index not in retired
         ]
@@ -175,7 +175,7 @@ class Preconditioner:
         self.precondition_s += time.perf_counter() - began_s
 
     @torch.no_grad()
-    def _precondition_by_owners(self, live: Sequence[Member]) -> torch.Tensor | None:
+    def _precondition_by_owners(self, live: Sequence[InvertedBlock]) -> torch.Tensor | None:
         """Replace the gradients of blocks, the same on all ranks, by preconditioned gradients.
         Collective.
 
@@ -189,7 +189,7 @@ class Preconditioner:
         Returns:
             As of `precondition_`.
         """
-        rank, of_owner = self._driver.rank, dict[Owner, list[Member]]()
+        rank, of_owner = self._driver.rank, dict[Owner, list[InvertedBlock]]()
         for each in live:
             # All ranks see the same gradients, so all of them leave the same blocks out.
             if each.block.has_gradient():
@@ -268,7 +268,7 @@ class Preconditioner:
                 )
 
 
-class Member(NamedTuple):
+class InvertedBlock(NamedTuple):
     """A block that no rank has given up: with its inverses, if this rank has them, its learning
     rate and its number.
     """
@@ -282,7 +282,7 @@ class Member(NamedTuple):
 class _GradientMessage:
     """One owner's preconditioned gradients."""
 
-    def __init__(self, members: Sequence[Member], owner: int) -> None:
+    def __init__(self, members: Sequence[InvertedBlock], owner: int) -> None:
         self.owner, self._members = owner, members
         blocks = [each.block for each in members]
         dtypes = (block.weight.dtype for block in blocks)
@@ -513,7 +513,7 @@ class InversePair:
         return (unpack_triangles if form == "triangle" else unpack)(kept, dim), form
 
 
-def look_up(members: Sequence[Member]) -> None:
+def look_up(members: Sequence[InvertedBlock]) -> None:
     """Ask for which blocks there are inverses, unless that is known. The host waits once."""
     pairs = [each.inverse for each in members if each.inverse is not None]
     unknown = [each for each in pairs if each.exists is None]
@@ -573,7 +573,7 @@ def graft_(preconditioned: torch.Tensor, plain: torch.Tensor, grafting: Grafting
 
 @torch.no_grad()
 def precondition_(
-    members: Sequence[Member], *, kl_clip: float | None, grafting: Grafting = "none"
+    members: Sequence[InvertedBlock], *, kl_clip: float | None, grafting: Grafting = "none"
 ) -> torch.Tensor | None:
     """Replace the gradients of blocks by preconditioned gradients. Blocks without gradient, or of
     another shape by now, are passed over.
@@ -635,7 +635,7 @@ _Applied: TypeAlias = tuple[float, BlockGradient | JoinedGradients, torch.Tensor
 """A learning rate, a gradient, that as a matrix, and the preconditioned gradient."""
 
 
-def _apply_each(members: Sequence[Member], *, joins: bool) -> Iterator[_Applied]:
+def _apply_each(members: Sequence[InvertedBlock], *, joins: bool) -> Iterator[_Applied]:
     """The preconditioned gradients of all blocks that have any. Those of norms, each of which has a
     tiny matrix for each channel, are made together: handling each norm costs more than its
     arithmetic. They stay together if `joins`.
