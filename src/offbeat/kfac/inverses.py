@@ -53,10 +53,7 @@ from offbeat.torch_private import has_avx512_bfloat16
 InverseForm: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
 """What is kept of an inverse; "bfloat16": itself, rounded, and square."""
 
-RETRIES: tuple[tuple[float, torch.dtype | None], ...] = (
-    (10.0, None),
-    (10.0, torch.float64),
-)
+RETRIES: tuple[tuple[float, torch.dtype | None], ...] = ((10.0, None), (10.0, torch.float64))
 """How a matrix that is not positive definite is tried again: by how much the damping is multiplied,
 and in which dtype (None: the factor's).
 """

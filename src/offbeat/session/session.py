@@ -785,11 +785,8 @@ class Session:
             return
         if "ranks" in state:
             state = of_rank(state, self.world_size, self.rank)
-        for key, here in (
-            ("strategy", self.strategy.name),
-            ("world_size", self.world_size),
-            ("rank", self.rank),
-        ):
+        mine = {"strategy": self.strategy.name, "world_size": self.world_size, "rank": self.rank}
+        for key, here in mine.items():
             with naming_misfit("the session's state"):
                 saved = state.get(key)
                 fits = type(saved) is type(here) and saved == here

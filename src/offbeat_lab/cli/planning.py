@@ -129,11 +129,8 @@ def plan(
         raise ConfigError("--out is where --check writes a profile; a plan is printed, or --json")
     if dtype not in ("", "float32", "bfloat16"):
         raise ConfigError(f"--dtype is {dtype!r}; allowed are bfloat16 and float32")
-    for name, number in (
-        ("accumulate", accumulate),
-        ("island", island),
-        ("batch-size", batch_size),
-    ):
+    numbers = {"accumulate": accumulate, "island": island, "batch-size": batch_size}
+    for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; allowed is 1 or more")
     if config is None:
