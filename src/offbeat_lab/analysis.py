@@ -5,7 +5,7 @@ difference smaller than the spread is said to be none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -99,14 +99,9 @@ def _read(path: Path) -> AnalysedRun | None:
     steps = read_steps(record)
     if not steps.num_steps:
         return None
-    evaluations = [
-        evaluation for evaluation in record.evaluations() if math.isfinite(evaluation.metric)
-    ]  # diverged
-    return AnalysedRun(
-        summary=summary,
-        steps=steps,
-        evaluations=evaluations,
-    )
+    # Others have diverged.
+    evaluations = [each for each in record.evaluations() if math.isfinite(each.metric)]
+    return AnalysedRun(summary=summary, steps=steps, evaluations=evaluations)
 
 
 def common_level(
@@ -129,36 +124,32 @@ def _measures(
     target: float | None,
     ceiling: Mapping[int, float],
 ) -> dict[Measure, Estimate]:
+    done = [run for run in runs if run is not None]
+
+    def of_runs(read: Callable[[AnalysedRun], float | None]) -> list[float | None]:
+        return [None if run is None else read(run) for run in runs]
+
     reached = [reach(run, target, comparison.higher_is_better) for run in runs]
-    steps = [None if run is None else run.steps for run in runs]
-    block_s = [s for one in steps if one is not None for s in one.block_step_s()]
-    step_s = [None if one is None else float(np.median(one.block_step_s())) for one in steps]
-    block_rates = [rate for one in steps if one is not None for rate in one.block_samples_per_s()]
-    rates = [None if run is None else _samples_per_s(run) for run in runs]
+    block_s = [s for run in done for s in run.steps.block_step_s()]
+    step_s = of_runs(lambda run: float(np.median(run.steps.block_step_s())))
+    block_rates = [rate for run in done for rate in run.steps.block_samples_per_s()]
+    rates = of_runs(_samples_per_s)
     best = float(np.median(list(ceiling.values()))) if ceiling else None
-    metrics = [None if run is None else run.summary.metric for run in runs]
     is_share = comparison.higher_is_better and all(
-        0 <= evaluation.metric <= 1
-        for run in runs
-        if run is not None
-        for evaluation in run.evaluations
+        0 <= evaluation.metric <= 1 for run in done for evaluation in run.evaluations
     )
     measures: dict[Measure, Estimate] = {
         "time_to_target_s": estimate([None if r is None else r[0] for r in reached]),
         "steps_to_target": estimate([None if r is None else r[1] for r in reached]),
-        "final_metric": estimate(metrics, most=1.0 if is_share else None),
+        "final_metric": estimate(
+            of_runs(lambda run: run.summary.metric), most=1.0 if is_share else None
+        ),
         "step_s": estimate(step_s, block_s),
         "steps_per_s": estimate([s and 1 / s for s in step_s], [1 / s for s in block_s]),
         "samples_per_s": estimate(rates, block_rates),
-        "bytes_per_step": estimate(
-            [None if run is None else run.summary.bytes_sent_per_step for run in runs]
-        ),
-        "messages_per_step": estimate(
-            [None if run is None else run.summary.messages_sent_per_step for run in runs]
-        ),
-        "peak_memory_bytes": estimate(
-            [None if run is None else float(max(run.summary.peak_memory_bytes)) for run in runs]
-        ),
+        "bytes_per_step": estimate(of_runs(lambda run: run.summary.bytes_sent_per_step)),
+        "messages_per_step": estimate(of_runs(lambda run: run.summary.messages_sent_per_step)),
+        "peak_memory_bytes": estimate(of_runs(lambda run: max(run.summary.peak_memory_bytes))),
     }
     if best:
         measures["efficiency"] = estimate(

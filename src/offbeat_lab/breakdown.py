@@ -26,8 +26,8 @@ class Steps:
     finished.
 
     NaN stands where a rank has no such step: it was dead, or did not come so far; where samples are
-    claimed, it had fewer and
-    larger batches than others. Several events of one step are added up, their loss the last one's.
+    claimed, it had fewer and larger batches than others. Several events of one step are added up,
+    their loss the last one's.
 
     Attributes:
         step: number of each step, shape (steps,).
@@ -138,8 +138,8 @@ class Steps:
         an exchange.
 
         Straggling is seen here and nowhere else: all ranks leave a synchronous step at the same
-        time. NaN too where ranks
-        were not in the step together, since then they are not late for each other.
+        time. NaN too where ranks were not in the step together, since then they are not late for
+        each other.
         """
         return np.where(self.in_step(), self.ready_s - _over_ranks(np.fmin, self.ready_s), np.nan)
 

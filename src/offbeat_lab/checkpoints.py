@@ -105,11 +105,10 @@ def write_checkpoint(
             flush_directory(root)
             _remove_all_but(final)
         barrier()
-    except OSError as error:
+    except BaseException as error:
         _discard_part(partial, rank)
-        raise cannot_write(final, error) from None
-    except BaseException:
-        _discard_part(partial, rank)
+        if isinstance(error, OSError):
+            raise cannot_write(final, error) from None
         raise
     return final
 
@@ -130,11 +129,8 @@ def latest(root: str | Path) -> Manifest:
         CheckpointError: there is none, or it is damaged or of a newer schema.
     """
     root = Path(root)
-    found = (
-        [entry for entry in root.iterdir() if _STEP_NAME.fullmatch(entry.name)]
-        if root.is_dir()
-        else []
-    )
+    entries = root.iterdir() if root.is_dir() else ()
+    found = [entry for entry in entries if _STEP_NAME.fullmatch(entry.name)]
     if not found:
         raise CheckpointError(
             f"no checkpoint in {root}; a run writes one every few steps, at its end and when it is"
@@ -280,9 +276,8 @@ def _discard_part(partial: Path, rank: int) -> None:
 
 def _remove_all_but(final: Path) -> None:
     for entry in list(final.parent.iterdir()):
-        if entry != final and _STEP_NAME.fullmatch(
-            entry.name
-        ):  # renamed first: killed halfway, it must not look complete
+        # Renamed first: killed halfway, it must not look complete.
+        if entry != final and _STEP_NAME.fullmatch(entry.name):
             shutil.rmtree(entry.rename(entry.with_name(f".partial-old-{entry.name}")))
         elif entry.name.startswith(".partial-"):
             shutil.rmtree(entry)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -114,6 +115,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
     contestants, configs = [], []
     for label, (name, options) in zip(labels, specs, strict=True):
         config = _config(request, name, options)
+        file_label = re.sub(r"[^\w.=-]", "-", label)
         contestants.append(
             ComparedStrategy(
                 label=label,
@@ -123,7 +125,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
                     **({BATCH_SHARES: options[BATCH_SHARES]} if BATCH_SHARES in options else {}),
                 },
                 summary=first_sentence(strategy_type(name).__doc__),
-                runs=[f"runs/{_file_name(label)}-seed-{seed}" for seed in request.seeds],
+                runs=[f"runs/{file_label}-seed-{seed}" for seed in request.seeds],
             )
         )
         configs.append(config)
@@ -229,12 +231,6 @@ def _labels(specs: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
     return labels
 
 
-def _file_name(label: str) -> str:
-    return "".join(
-        character if character.isalnum() or character in "-_.=" else "-" for character in label
-    )
-
-
 _POLL_S = 0.1
 _FIRST_TURN_STEPS = 3
 _MOST_MET = 0.05
@@ -298,6 +294,7 @@ def turn_steps(turn_s: float, step_s: float, met_s: float) -> int:
     return max(1, round(max(turn_s, met_s / _MOST_MET) / step_s))
 
 
+@dataclass
 class InterleavedRuns:
     """Carries out the runs, seed by seed.
 
@@ -306,50 +303,41 @@ class InterleavedRuns:
         alone: by seed, the run without exchange.
     """
 
-    def __init__(
-        self, directory: Path, plan: ComparePlan, emulation: Emulation, listener: ComparisonListener
-    ) -> None:
-        self.failures: dict[str, str] = {}
-        self.alone: dict[int, Path] = {}
-        self._directory = directory
-        self._plan = plan
-        self._emulation = emulation
-        self._listener = listener
-        self._num_passed_on = 0
+    directory: Path
+    plan: ComparePlan
+    emulation: Emulation
+    listener: ComparisonListener
+    failures: dict[str, str] = field(default_factory=dict)
+    alone: dict[int, Path] = field(default_factory=dict)
+    _num_passed_on: int = 0
 
     def run_seed(self, place: int, seed: int, interrupted: Interrupts) -> None:
         """All runs of one seed, as many at a time as fit."""
-        plan = self._plan
+        plan = self.plan
         runs = [
-            (
-                contestant.label,
-                self._directory / contestant.runs[place],
-                replace(config, seed=seed),
-            )
+            (contestant.label, self.directory / contestant.runs[place], replace(config, seed=seed))
             for contestant, config in zip(plan.contestants, plan.configs, strict=True)
             if contestant.label not in self.failures
         ]
         first = place % len(runs) if runs else 0
         runs = runs[first:] + runs[:first]
+        alone = self.directory / f"runs/{ALONE}-seed-{seed}"
         if plan.request.cluster.workers > 1:
-            runs.append(
-                (ALONE, self._directory / f"runs/{ALONE}-seed-{seed}", self._alone_config(seed))
-            )
+            runs.append((ALONE, alone, self._alone_config(seed)))
         while runs and not interrupted.count:
             self.run_together(runs[: plan.at_once], interrupted)
             runs = runs[plan.at_once :]
-        path = self._directory / f"runs/{ALONE}-seed-{seed}"
-        if ALONE not in self.failures and path.exists():
-            self.alone[seed] = path
+        if ALONE not in self.failures and alone.exists():
+            self.alone[seed] = alone
 
     def _alone_config(self, seed: int) -> RunConfig:
         strategy = build_strategy(ALONE, {})
         return replace(
-            self._plan.configs[0],
+            self.plan.configs[0],
             strategy=ALONE,
             strategy_options=strategy_values(strategy),
             seed=seed,
-            steps=min(self._plan.steps, _ALONE_STEPS),
+            steps=min(self.plan.steps, _ALONE_STEPS),
             eval_every=None,
             batch_shares=[],
         )
@@ -363,13 +351,9 @@ class InterleavedRuns:
                 if interrupted.count:
                     break
                 records.create(path, config)
-                records.begin_attempt(path, config, start_step=0, emulation=self._emulation.report)
+                records.begin_attempt(path, config, start_step=0, emulation=self.emulation.report)
                 group = EmulatedGroup(
-                    path,
-                    config,
-                    self._emulation,
-                    turns=True,
-                    on_progress=self._forward(label),
+                    path, config, self.emulation, turns=True, on_progress=self._forward(label)
                 )
                 started.append(_InterleavedRun(label=label, group=stack.enter_context(group)))
                 # One run after the other, and no turn before all are ready: some strategies measure
@@ -386,8 +370,8 @@ class InterleavedRuns:
     ) -> None:
         group = run.group
         if (done := group.paused_at) is not None:
-            self._listener.turn(run.label)
-            group.run_until(done + turn_steps(self._plan.request.turn_s, run.step_s, run.met_s))
+            self.listener.turn(run.label)
+            group.run_until(done + turn_steps(self.plan.request.turn_s, run.step_s, run.met_s))
         while not group.has_ended and group.paused_at is None:
             self._poll([run], started, interrupted)
         if (paused_at := group.paused_at) is not None and paused_at > run.last_step:
@@ -421,16 +405,16 @@ class InterleavedRuns:
                 except OffbeatError as error:
                     if not interrupted.count:
                         self.failures[run.label] = str(error)
-                        self._listener.failed(run.label, str(error))
+                        self.listener.failed(run.label, str(error))
 
     def _forward(self, label: str) -> Listener:
         """Passes the reports of a run's workers on under its label."""
 
         def listen(report: WorkerProgress | MembershipChange) -> None:
             if isinstance(report, MembershipChange):
-                self._listener.membership_changed(label, report)
+                self.listener.membership_changed(label, report)
             else:
-                self._listener.progress(label, report)
+                self.listener.progress(label, report)
 
         return listen
 

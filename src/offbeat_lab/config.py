@@ -119,9 +119,8 @@ def resolve(request: Request) -> RunConfig:
         request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS
     )
     known = {option.name for option in strategy_options(request.strategy)}
-    if (
-        "clip_norm" in known and task.max_grad_norm is not None
-    ):  # such a strategy clips before it selects
+    # Such a strategy clips before it selects.
+    if "clip_norm" in known and task.max_grad_norm is not None:
         for_strategy.setdefault("clip_norm", str(task.max_grad_norm))
     if strategy_type(request.strategy).shares_samples and task.deals_unequally:
         raise ConfigError(
@@ -307,10 +306,8 @@ def _check_settings(stored: RunConfig, settings: Sequence[str]) -> None:
         build_strategy(stored.strategy, {**stored.strategy_options, **for_strategy})
     )
     for key in [*for_task, *for_strategy]:
-        asked, kept = (
-            (asked_task if key in for_task else asked_strategy)[key],
-            {**stored.task_options, **stored.strategy_options}[key],
-        )
+        asked = (asked_task if key in for_task else asked_strategy)[key]
+        kept = {**stored.task_options, **stored.strategy_options}[key]
         if asked != kept:
             raise ConfigError(
                 f"--set {key}={asked} contradicts the record, which has {kept}; leave it out, or"

@@ -109,7 +109,8 @@ def write(value: float | None, unit: Unit) -> str:
     if value is None or not math.isfinite(value):
         return NOTHING
     divisor, name = unit.scale_of(value)
-    return _with_name(_round(value / divisor, unit), name)
+    space = "" if name in ("", "%") else " "
+    return f"{_round(value / divisor, unit)}{space}{name}"
 
 
 def write_estimate(estimate: Estimate, unit: Unit) -> tuple[str, str]:
@@ -150,7 +151,3 @@ def _round(scaled: float, unit: Unit) -> str:
     magnitude = math.floor(math.log10(abs(float(f"{scaled:.{unit.digits - 1}e}"))))
     decimals = min(unit.digits - 1 - magnitude, unit.most_decimals)
     return f"{round(scaled, decimals) + 0.0:,.{max(0, decimals)}f}"
-
-
-def _with_name(number: str, name: str) -> str:
-    return f"{number}{name}" if name in ("", "%") else f"{number} {name}"

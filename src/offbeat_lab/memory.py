@@ -7,9 +7,8 @@ import psutil
 from offbeat.errors import ConfigError
 
 _WORKER_BYTES = 220 << 20
-_BYTES_PER_PARAMETER = (
-    32  # parameters, gradients, two optimizer moments, residual, buckets, and what a step allocates
-)
+_BYTES_PER_PARAMETER = 32
+"""Parameters, gradients, two optimizer moments, residual, buckets, and what a step allocates."""
 
 
 def num_runs_that_fit(wanted: int, workers: int, num_parameters: int) -> int:

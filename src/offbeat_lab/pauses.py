@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Final
 
 from typing_extensions import override
@@ -151,6 +151,7 @@ def barrier(
             )
 
 
+@dataclass(frozen=True)
 class Pauses:
     """What makes this rank pause, or stop for good.
 
@@ -163,36 +164,24 @@ class Pauses:
             nothing to do with each other.
     """
 
-    def __init__(
-        self,
-        run: RankRun,
-        recorder: EmulatedRecorder,
-        limit: StepLimit,
-        stop_requested: threading.Event,
-        *,
-        meets: bool,
-    ) -> None:
-        self._meets = meets
-        self._run = run
-        self._recorder = recorder
-        self._limit = limit
-        self._stop_requested = stop_requested
-
-    def is_next(self, steps_done: int) -> bool:
-        """Whether `wait_for_turn` would wait."""
-        return self._limit.is_reached(steps_done)
+    run: RankRun
+    recorder: EmulatedRecorder
+    limit: StepLimit
+    stop_requested: threading.Event
+    _: KW_ONLY
+    meets: bool
 
     def meet(self, steps_done: int, *, clocks_stop: bool = False) -> float:
         """Wait for the other ranks where clocks stop after `steps_done` steps and the run goes on:
         at the end of a turn, and where `clocks_stop` says so. Return for how many seconds, which
         are this run's.
         """
-        coordinator = self._run.coordinator
-        clocks_stop |= self._limit.ends_turns and self._limit.is_reached(steps_done)
-        if not (self._meets and clocks_stop) or steps_done >= self._run.schedule.target:
+        coordinator = self.run.coordinator
+        clocks_stop |= self.limit.ends_turns and self.limit.is_reached(steps_done)
+        if not (self.meets and clocks_stop) or steps_done >= self.run.schedule.target:
             return 0.0
         begin_s, name = time.monotonic(), f"pause/{steps_done}"
-        with self._run.attached.session.resting():
+        with self.run.attached.session.resting():
             coordinator.publish(f"{name}/{coordinator.rank}", "here")
             for rank in range(coordinator.world_size):
                 pause_s = _LEAST_LOOK_S
@@ -201,7 +190,7 @@ class Pauses:
                     coordinator.is_alive(rank, steps_done)
                     and coordinator.published(f"{name}/{rank}") is None
                     and not coordinator.has_taken_last_step(rank)
-                    and not self._stop_requested.is_set()
+                    and not self.stop_requested.is_set()
                     and stop_step(coordinator) is None
                 ):
                     _never.wait(pause_s)
@@ -210,11 +199,11 @@ class Pauses:
 
     def wait_for_turn(self, steps_done: int) -> None:
         """Wait until this rank may do more than `steps_done` steps. Asks no other rank."""
-        if self._limit.is_reached(steps_done):
-            self._recorder.report_paused()
-            with self._run.attached.session.resting():
-                self._limit.wait_beyond(steps_done, self._stop_requested)
-            self._recorder.restart_clock()
+        if self.limit.is_reached(steps_done):
+            self.recorder.report_paused()
+            with self.run.attached.session.resting():
+                self.limit.wait_beyond(steps_done, self.stop_requested)
+            self.recorder.restart_clock()
 
     def should_stop(self, steps_done: int) -> bool:
         """Wait until this rank may do more than `steps_done` steps, and return whether it is to do
@@ -222,10 +211,10 @@ class Pauses:
         """
         self.wait_for_turn(steps_done)
         self.pass_on_request(steps_done)
-        stops_at = stop_step(self._run.coordinator)
+        stops_at = stop_step(self.run.coordinator)
         if stops_at is None:
             return False
-        return steps_done >= stops_at or self._run.attached.session.averages_alone
+        return steps_done >= stops_at or self.run.attached.session.averages_alone
 
     def pass_on_request(self, steps_done: int) -> None:
         """If this rank has been asked to stop, let all ranks do so after the coming step.
@@ -233,5 +222,5 @@ class Pauses:
         Where ranks keep step, no rank can finish that step without this one, so all of them read
         the request before the step after it.
         """
-        if self._stop_requested.is_set():
-            stop_at(self._run.coordinator, steps_done + 1)
+        if self.stop_requested.is_set():
+            stop_at(self.run.coordinator, steps_done + 1)

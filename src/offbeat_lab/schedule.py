@@ -139,7 +139,7 @@ class BatchSchedule:
         """Batches until the run is complete, or `should_stop(steps done)` says so. Call `advance`
         after each.
         """
-        while not self._complete():
+        while self.position.step < self.target:
             for batch in self._task.batches(
                 seed=self._config.seed,
                 epoch=self.position.epoch,
@@ -148,7 +148,7 @@ class BatchSchedule:
                 start_step=self._steps_into_epoch(),
                 batch_sizes=self._batch_sizes,
             ):
-                if self._complete() or should_stop(self.position.step):
+                if self.position.step >= self.target or should_stop(self.position.step):
                     return
                 yield batch
 
@@ -167,8 +167,3 @@ class BatchSchedule:
         # Rounded up: with another number of workers, the pass may have been left in the middle of a
         # step.
         return -(-self.position.num_samples // self._samples_per_step)
-
-    def _complete(self) -> bool:
-        if self._config.steps is not None:
-            return self.position.step >= self._config.steps
-        return self.position.epoch >= (self._config.epochs or 0)

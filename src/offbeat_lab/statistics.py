@@ -166,7 +166,7 @@ def _student(
     values are not `signed`.
 
     A bootstrap of three numbers never leaves their range, and so promises more than they can:
-        another three differ by more.
+    another three differ by more.
     """
     from scipy import stats  # late, since it takes half a second and workers import this module
 

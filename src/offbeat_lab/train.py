@@ -11,13 +11,7 @@ from pathlib import Path
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.config import RunConfig
 from offbeat.run.interrupts import interrupts
-from offbeat.run.progress import (
-    Listener,
-    NoticeListener,
-    Remark,
-    Report,
-    WorkerProgress,
-)
+from offbeat.run.progress import Listener, NoticeListener, Remark, Report, WorkerProgress
 from offbeat.run.recording import begun_by_first
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.transport.connect import Launch, launched

@@ -243,7 +243,7 @@ def train_on_claims(
             recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
             pauses.pass_on_request(steps_before)
         schedule.merged(loader.epoch, loader.num_samples_merged)
-        if pauses.is_next(schedule.position.step):
+        if pauses.limit.is_reached(schedule.position.step):
             loader.end_merge()  # It is this run's time that it takes.
         recorder.merged(
             None if loader.merge_is_under_way else loader.last,

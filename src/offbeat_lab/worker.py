@@ -14,16 +14,17 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from typing_extensions import override
 
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
-from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
+from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe
 from offbeat.run.recording import REPORT_EVERY_S, OpenRecord, ScriptRecorder
 from offbeat.run.step_recorder import RankRun, StepRecorder
@@ -43,6 +44,7 @@ _LOOK_EVERY_S: Final = 2e-3
 _never: Final = threading.Event()
 
 
+@dataclass
 class EvaluationPause:
     """Lets no rank of a script that is compared train on while the leader evaluates; one rank's
     side.
@@ -67,21 +69,15 @@ class EvaluationPause:
         is_evaluating: whether this rank leads and evaluates.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        inform: Callable[[str], None],
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        self._coordinator = coordinator
-        self._inform = inform
-        self._patience_s = patience_s
-        self._was_told = False
-        self.is_evaluating = False
+    coordinator: Coordinator
+    inform: Callable[[str], None]
+    patience_s: float = PATIENCE_S
+    is_evaluating: bool = False
+    _was_told: bool = False
 
     def step_done(self, step: int, seconds: float) -> None:
         """This rank has done `step` steps in `seconds` seconds of training."""
-        self._coordinator.publish(self._place(self._coordinator.rank), json.dumps([step, seconds]))
+        self.coordinator.publish(f"progress/{self.coordinator.rank}", json.dumps([step, seconds]))
 
     def begin(self, step: int, seconds: float) -> float:
         """This rank leads, and evaluates after `step` steps and `seconds` seconds of training.
@@ -89,10 +85,10 @@ class EvaluationPause:
         Returns:
             The training time in which all living ranks have done as many steps.
         """
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         self.is_evaluating = True
         coordinator.publish("evaluating", json.dumps([coordinator.rank, step]))
-        polls = int(self._patience_s / _LOOK_EVERY_S)
+        polls = int(self.patience_s / _LOOK_EVERY_S)
         behind = []
         for rank in range(coordinator.world_size):
             if rank == coordinator.rank:
@@ -107,9 +103,9 @@ class EvaluationPause:
                 behind += [f"{done} steps of worker {rank}"] if done < step else []
         if behind and not self._was_told:
             self._was_told = True
-            self._inform(
+            self.inform(
                 f"what was measured after {step} steps is of a model with fewer: of"
-                f" {', '.join(behind)} after {self._patience_s:g} s of waiting; let all workers do"
+                f" {', '.join(behind)} after {self.patience_s:g} s of waiting; let all workers do"
                 " equally many steps"
             )
         return seconds
@@ -118,22 +114,19 @@ class EvaluationPause:
         """This rank goes on training, or has come to its end."""
         if self.is_evaluating:
             self.is_evaluating = False
-            self._coordinator.publish("evaluating", "")
+            self.coordinator.publish("evaluating", "")
 
     def wait(self, steps_done: int) -> None:
         """Return when this rank, which has done `steps_done` steps, may begin another one."""
-        while text := self._coordinator.published("evaluating"):
+        while text := self.coordinator.published("evaluating"):
             leader, step = json.loads(text)
-            if steps_done < step or self._coordinator.leader != leader:
+            if steps_done < step or self.coordinator.leader != leader:
                 return  # a leader that has died does not evaluate any more
             _never.wait(_LOOK_EVERY_S)
 
     def _progress(self, rank: int) -> tuple[int, float]:
-        step, seconds = json.loads(self._coordinator.published(self._place(rank)) or "[0, 0.0]")
+        step, seconds = json.loads(self.coordinator.published(f"progress/{rank}") or "[0, 0.0]")
         return step, seconds
-
-    def _place(self, rank: int) -> str:
-        return f"progress/{rank}"
 
 
 class ComparedScript(ScriptRecorder):
@@ -141,20 +134,12 @@ class ComparedScript(ScriptRecorder):
     while the leader evaluates.
 
     Args:
-        open_record, report, stop_after, patience_s: as of `ScriptRecorder`.
+        given, options: as of `ScriptRecorder`.
         turns: the steps that it may do.
     """
 
-    def __init__(
-        self,
-        open_record: Callable[[], OpenRecord | None],
-        report: Reporter,
-        *,
-        turns: StepLimit,
-        stop_after: int | None,
-        patience_s: float | None = None,
-    ) -> None:
-        super().__init__(open_record, report, stop_after=stop_after, patience_s=patience_s)
+    def __init__(self, *given: Any, turns: StepLimit, **options: Any) -> None:
+        super().__init__(*given, **options)
         self._turns = turns
         self._pauses: Pauses | None = None
         self._pause: EvaluationPause | None = None

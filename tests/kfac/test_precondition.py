@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from kfac_maths_support.reference import capture_all, square
+from offbeat.kfac import preconditioner
 from offbeat.kfac.blocks import Block
 from offbeat.kfac.callback import damping_of, mean_eigenvalue
 from offbeat.kfac.capture import Capture
 from offbeat.kfac.curvature import Curvature, Grafting
 from offbeat.kfac.factors import FactorShape
 from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
-from offbeat.kfac.preconditioner import InversePair, kl_scale, precondition_
+from offbeat.kfac.preconditioner import InversePair, InvertedBlock, kl_scale
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 DAMPING = 0.3
+
+
+def precondition_(
+    blocks: Sequence[Block],
+    inverses: Sequence[InversePair],
+    *,
+    lrs: Sequence[float],
+    **options: Any,
+) -> torch.Tensor | None:
+    members = [InvertedBlock(*each) for each in zip(blocks, inverses, lrs, strict=True)]
+    return preconditioner.precondition_(members, **options)
 
 
 class Net(nn.Module):

@@ -213,16 +213,16 @@ def test_speeds_are_repeated_and_change_with_time() -> None:
 
 @given(cluster=clusters(), times=st.integers(2, 4))
 def test_more_workers_repeat_the_pattern(cluster: Cluster, times: int) -> None:
-    more = cluster.with_workers(times * cluster.workers)
+    more = cluster.changed(workers=times * cluster.workers)
     assert more.speeds[: cluster.workers] == cluster.speeds
     assert more.speed_pattern == cluster.speed_pattern
-    assert more.with_workers(cluster.workers) == cluster
+    assert more.changed(workers=cluster.workers) == cluster
 
 
 def test_fewer_workers_do_not_silently_lose_the_slow_one() -> None:
-    assert preset("ethernet-1g").with_workers(2).speeds == (1.0, 1.0)
+    assert preset("ethernet-1g").changed(workers=2).speeds == (1.0, 1.0)
     with pytest.raises(ConfigError, match="4 numbers for 2 workers"):
-        preset("mixed-gpus").with_workers(2)
+        preset("mixed-gpus").changed(workers=2)
 
 
 def test_a_worker_may_have_a_link_of_its_own() -> None:
@@ -247,7 +247,7 @@ def test_a_window_limits_connections_between_racks_too() -> None:
     text = f'link = {{rate = "1gbit", window = 125000}}\n{racks}'
     cluster = parse_cluster(text, "lab.toml")
     assert cluster.virtual_links()[0].bytes_per_s == 125_000 / 0.02
-    assert cluster.with_workers(2).virtual_links()[0].bytes_per_s == 125e6
+    assert cluster.changed(workers=2).virtual_links()[0].bytes_per_s == 125e6
 
 
 def test_workers_are_in_racks_in_turn_and_nothing_emulates_that() -> None:
@@ -256,7 +256,7 @@ def test_workers_are_in_racks_in_turn_and_nothing_emulates_that() -> None:
     apart = VirtualRacks(rack_of=(0, 0, 1, 1, 2), bytes_per_s=125e6, latency_s=0.02)
     assert cluster.virtual_racks() == apart
     assert cluster.most_latency_s == 0.021
-    assert cluster.with_workers(2).most_latency_s == 0.001
+    assert cluster.changed(workers=2).most_latency_s == 0.001
     assert parse_cluster(cluster.to_toml(), "again") == cluster
     with pytest.raises(ConfigError, match="has racks"):
         emulate(cluster)

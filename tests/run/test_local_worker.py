@@ -25,7 +25,7 @@ from offbeat.run.recording import OpenRecord, ScriptRecorder, higher_is_better
 from offbeat.run.records import RunDirectory, begin_attempt, create, events_path
 from offbeat.run.run_summary import digest
 from offbeat.run.step_recorder import phases
-from offbeat.run.worker import ScriptRun
+from offbeat.run.worker import carry_out
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat_lab.records import Record
@@ -110,7 +110,7 @@ def test_a_script_that_trains_nothing_is_told_so_and_one_that_trains_alone_what_
     reports: list[Report] = []
     recorder = ScriptRecorder(lambda: None, reports.append, stop_after=None)
     recipe = recipe_for(config.strategy, config.strategy_options)
-    assert ScriptRun(config, recipe, recorder, reports.append, rank=0).carry_out() == 1
+    assert carry_out(config, recipe, recorder, reports.append, rank=0) == 1
     (failure,) = reports
     assert isinstance(failure, Failure)
     assert said in failure.message

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.integrations.framework import refuse_clipping_by_value
+from offbeat.integrations.framework import as_strategy, refuse_clipping_by_value
 from offbeat.integrations.state_files import load_state, save_state
 from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -312,3 +312,12 @@ def test_files_of_an_earlier_run_of_more_ranks_are_not_read(tmp_path: Path) -> N
     for name in saved[0]:
         total = sum(each[name] for each in loaded)
         torch.testing.assert_close(total, saved[0][name] + saved[1][name])
+
+
+def test_a_framework_takes_a_name_with_options_and_tells_a_strategy_its_norm() -> None:
+    assert as_strategy("gtopk:density=0.01") == offbeat.GTopK(density=0.01)
+    assert as_strategy("topk", clip_norm=2.0) == offbeat.TopK(clip_norm=2.0)
+    told = offbeat.TopK(clip_norm=1.0)
+    assert as_strategy(told, clip_norm=2.0) is told
+    with pytest.raises(ConfigError, match="did you mean 'density'"):
+        as_strategy("gtopk:densty=0.01")

@@ -165,7 +165,7 @@ def test_loggers_outlast_a_session_that_another_may_follow() -> None:
             for step in range(1, 21):
                 live.step_ended(step)
         assert not logger.is_closed
-    live.end()
+    live.closed(None)
     assert logger.is_closed
     assert [step for step, _ in logger.told] == sorted(step for step, _ in logger.told)
 

@@ -1,12 +1,16 @@
-"""Objects that a user puts into a strategy's options."""
+"""Objects that a user puts into a strategy's options, and checks of options: each raises
+`ConfigError` with what was got, what is allowed and the likely fix.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Generic, TypeVar, cast
+from typing import Generic, SupportsFloat, TypeVar, cast
 
 from typing_extensions import override
+
+from offbeat.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -61,3 +65,21 @@ class NamedObjects(Mapping[str, T], Generic[T]):
     @override
     def __hash__(self) -> int:
         return id(self)  # so that it may stand in an annotation
+
+
+def require_positive(name: str, value: float) -> None:
+    if not (isinstance(value, SupportsFloat) and float(value) > 0):
+        raise ConfigError(f"{name} must be greater than 0, got {value!r}")
+
+
+def require_at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got"
+            f" {value!r}{nearest(str(value), allowed)}"
+        )

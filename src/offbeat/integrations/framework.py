@@ -24,11 +24,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.callbacks.module_hook import ModuleHook
-from offbeat.errors import ConfigError, UnsupportedError, nearest
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.run.evaluation import EvaluationWeights
 from offbeat.session.session import Session
 from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.by_name import build_strategy, parse_spec
 from offbeat.strategies.registry import REGISTRY
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from offbeat.torch_private import active_ddp_module
@@ -156,21 +157,16 @@ def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> 
     """A strategy by itself or by its name, for a loop that the framework owns.
 
     Args:
-        strategy: such as `offbeat.GTopK(density=0.01)`, or "gtopk".
+        strategy: such as `offbeat.GTopK(density=0.01)`, or "gtopk:density=0.01".
         clip_norm: to which the framework clips gradients; a strategy that has to clip before it
             selects, and was told no norm itself, is given it.
 
     Raises:
-        ConfigError: there is no such strategy.
+        ConfigError: there is no such strategy, or option of it.
         UnsupportedError: it shares samples out, while the framework divides its data itself.
     """
     if isinstance(strategy, str):
-        if strategy not in REGISTRY:
-            raise ConfigError(
-                f"there is no strategy {strategy!r}; there are {', '.join(REGISTRY)}"
-                f"{nearest(strategy, REGISTRY)}"
-            )
-        strategy = REGISTRY[strategy]()
+        strategy = build_strategy(*parse_spec(strategy))
     if not isinstance(strategy, Strategy):
         raise ConfigError(
             f"strategy must be one such as offbeat.GTopK(density=0.001), or its name, got"
@@ -182,10 +178,8 @@ def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> 
             " framework divides the data; write the loop yourself with offbeat.attach and"
             " session.loader, or choose another strategy"
         )
-    if clip_norm is not None and isinstance(strategy, SparseGradientStrategy):
-        return (
-            strategy if strategy.clip_norm is not None else replace(strategy, clip_norm=clip_norm)
-        )
+    if clip_norm and isinstance(strategy, SparseGradientStrategy) and strategy.clip_norm is None:
+        return replace(strategy, clip_norm=clip_norm)
     return strategy
 
 

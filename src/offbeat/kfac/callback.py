@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -356,23 +356,17 @@ def _listed(names: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
+@dataclass(frozen=True, slots=True)
 class RunningFactor:
     """One factor's average over steps, packed.
-
-    Args:
-        shape: of the factor.
-        dtype: float32 or float64.
-        device: where it lives.
 
     Attributes:
         weighted_sum: sum of the steps' factors, each times its weight.
         mass: sum of the weights, a scalar tensor; 0 as long as nothing was averaged.
     """
 
-    def __init__(self, shape: FactorShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
-        self.weighted_sum = torch.zeros(shape.packed, dtype=dtype, device=device)
-        self.mass = torch.zeros((), dtype=dtype, device=device)
+    weighted_sum: torch.Tensor
+    mass: torch.Tensor
 
     def average(self) -> torch.Tensor:
         """The average, packed; zeros as long as there is none."""
@@ -473,7 +467,7 @@ class FactorAverages:
         """Keep what `plan` says. Averages that this rank has already stay as they are."""
         self.factors = {
             slot.index: self.factors.get(slot.index)
-            or RunningFactor(slot.shape, dtype=slot.dtype, device=slot.device)
+            or RunningFactor(zeros := slot.zeros(), zeros.new_zeros(()))
             for slot in self._slots
             if plan.is_kept_by(self._rank, slot.index)
         }
@@ -582,22 +576,15 @@ def joined_factors(
         The factors, packed as the shapes that are `joined` say.
     """
     num_uses = inputs[1].uses
-    sides = [
-        (packed.unflatten(0, (num_uses, shape.groups)), _traces(packed, shape))
-        for packed, shape in (inputs, outputs)
-    ]
-    traces_of_products = sides[0][1] * sides[1][1]
+    sides = [packed.unflatten(0, (num_uses, shape.groups)) for packed, shape in (inputs, outputs)]
+    traces = [diagonal_of(*side).view(num_uses, -1).sum(dim=1) for side in (inputs, outputs)]
+    traces_of_products = traces[0] * traces[1]
     weights = traces_of_products.sqrt()
     # c, which is 0 / 0 where no use has been seen
     total = weights.sum()
     scale = (traces_of_products.sum().sqrt() / total).masked_fill(~(total > 0), 0.0)
     found = [
-        torch.einsum("u,ugn->gn", scale * weights / _or_one(traces), each) for each, traces in sides
+        torch.einsum("u,ugn->gn", scale * weights / _or_one(trace), each)
+        for each, trace in zip(sides, traces, strict=True)
     ]
     return found[0], found[1]
-
-
-def _traces(packed: torch.Tensor, shape: FactorShape) -> torch.Tensor:
-    """Of each use's factor, shape (uses,)."""
-    diagonals = diagonal_of(packed, shape)
-    return diagonals.view(shape.uses, -1).sum(dim=1)

@@ -1,23 +1,20 @@
 """Second moments of what a convolution's kernel sees: the A factor of a Conv2d.
 
 A kernel of k x k taps sees at each output position one patch of k k C numbers, and the factor is
-the sum over images and positions of patch patch^T. On a GPU the patches are laid out (im2col), a
-few images at a time, and multiplied: its memory is fast, and its libraries have no kernels for
-weight gradients with such taps that come near to those for products of matrices.
+the sum over images and positions of patch patch^T. The patches are laid out (im2col), a few images
+at a time, and multiplied, of which symmetry needs the upper triangle.
 
-Elsewhere no patches are laid out. Sums of products of an image with itself, some way shifted, are
-what a convolution's weight gradient is, if the image is its input and its output's gradient at
-once. Two ways, for 3 x 3 taps and per position and pair of channels:
+With stride 1 a CPU has less to do by *shifts*: the sum for taps (i, j) and (i', j') would depend on
+the shift (i' - i, j' - j) alone, if it ran over all positions at which any tap touches the image.
+So, for 3 x 3 taps,
 
-- *rows*: each row of taps with itself and those below, in one call each: 54 products of the 81, of
-  which symmetry needs 45.
-- *shifts*, for stride 1: the sum for taps (i, j) and (i', j') would depend on the shift (i' - i, j'
-  - j) alone, if it ran over all positions at which any tap touches the image. So
-  1. sum over all of these, in one call for 15 shifts: 13 differ, up to symmetry;
-  2. take off again the positions in the frame around the output. There a kernel touches the image
-     with some of its taps only, so these patches are short, and they are few.
+1. sum over all of these, in one call for 15 shifts: 13 differ, up to symmetry. Sums of products of
+   an image with itself, some way shifted, are what a convolution's weight gradient is, if the image
+   is its input and its output's gradient at once;
+2. take off again the positions in the frame around the output. There a kernel touches the image
+   with some of its taps only, so these patches are short, and they are few.
 
-All give the moment's taps in the order (i, j, channel): a block of it belongs to one pair of taps.
+Both give the moment's taps in the order (i, j, channel): a block of it belongs to one pair of taps.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ from offbeat.kfac.factors import gram, pack
 IntPair: TypeAlias = tuple[int, int]
 
 MAX_LAID_OUT = 1 << 26
+MAX_LAID_OUT_ON_HOST = 1 << 22
 """Numbers of patches in memory at a time, unless one image has more."""
 
 MAX_SUMMED = 4096
@@ -89,13 +87,9 @@ def patch_moment(
     """
     height, width = window.positions((images.shape[2], images.shape[3]))
     num_patches = images.shape[0] * height * width
-    if images.is_cuda:
-        moment = by_patches(images, window, groups=groups, ones=ones)
-    elif _shifts_are_cheaper(images, window):
-        moment = by_shifts(images, window, groups=groups, ones=ones)
-    else:
-        moment = by_rows(images, window, groups=groups, ones=ones)
-    return moment, num_patches
+    by_shifting = not images.is_cuda and _shifts_are_cheaper(images, window)
+    way = by_shifts if by_shifting else by_patches
+    return way(images, window, groups=groups, ones=ones), num_patches
 
 
 def row_moments(images: torch.Tensor, window: Window, *, groups: int = 1) -> torch.Tensor:
@@ -135,8 +129,8 @@ def _shifts_are_cheaper(images: torch.Tensor, window: Window) -> bool:
         len(_touching(x, window, 1, width)) ** 2 for x in _frame(window, 1, columns)
     )
     frame = frame_rows * taps[1] ** 2 * (width + reach[1]) + frame_columns * taps[0] ** 2 * rows
-    by_row = taps[1] ** 2 * taps[0] * (taps[0] + 1) // 2 * rows * columns
-    return shifts + frame < by_row
+    num_taps = taps[0] * taps[1]
+    return shifts + frame < num_taps * (num_taps + 1) // 2 * rows * columns
 
 
 def by_patches(
@@ -146,53 +140,16 @@ def by_patches(
     `patch_moment`, the result is its moment.
     """
     total, _ = _empty_moment(images, window, groups, ones)
-    per_image = (
-        images.shape[1]
-        * torch.Size((*window.taps, *window.positions((images.shape[2], images.shape[3])))).numel()
-    )
-    for some in images.split(max(MAX_LAID_OUT // max(per_image, 1), 1)):
+    positions = window.positions((images.shape[2], images.shape[3]))
+    if 0 in positions:
+        return total
+    per_image = max(images.shape[1] * torch.Size((*window.taps, *positions)).numel(), 1)
+    most = MAX_LAID_OUT if images.is_cuda else MAX_LAID_OUT_ON_HOST
+    for some in images.split(max(most // per_image, 1)):
         seen = _windows(some, window).unflatten(1, (groups, -1))
         # (groups, i j C, N rows columns): images are copied along their rows
         laid = seen.permute(1, 5, 6, 2, 0, 3, 4).flatten(4).flatten(1, 3)
         total += gram(laid.mT, ones=ones)
-    return total
-
-
-def by_rows(
-    images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False
-) -> torch.Tensor:
-    """`patch_moment` for any window, one row of taps at a time, each with itself and the rows
-    below. The arguments are those of `patch_moment`, the result is its moment.
-    """
-    taps, stride, dilation, per_group = (
-        window.taps,
-        window.stride,
-        window.dilation,
-        images.shape[1] // groups,
-    )
-    rows, columns = window.positions((images.shape[2], images.shape[3]))
-    total, blocks = _empty_moment(images, window, groups, ones)
-    if rows * columns == 0:
-        return total
-    padded = _padded(images, window)
-    height, width = (rows - 1) * stride[0] + 1, (columns - 1) * stride[1] + 1
-    for i in range(taps[0]):
-        first = i * dilation[0]
-        seen = padded[:, :, first : first + height : stride[0]].unfold(3, width, dilation[1])[
-            ..., : taps[1], :: stride[1]
-        ]
-        # (N, groups, C, rows, j, columns) -> (N, groups j C, rows, columns)
-        by_tap = seen.unflatten(1, (groups, per_group)).permute(0, 1, 4, 2, 3, 5).flatten(1, 3)
-        below = padded[:, :, first : window.reach[0] + height, : window.reach[1] + width]
-        kernel = taps[0] - i, taps[1]
-        products = _weight_gradient(
-            below, by_tap, kernel, stride=stride, dilation=dilation, groups=groups
-        )
-        blocks[:, i, :, :, i:] = products.unflatten(0, (groups, taps[1], per_group)).permute(
-            0, 1, 2, 4, 5, 3
-        )
-    if ones:
-        _write_ones_(total, images, window)
     return total
 
 
@@ -210,28 +167,6 @@ def _empty_moment(
     )
 
 
-def _weight_gradient(
-    images: torch.Tensor,
-    gradient: torch.Tensor,
-    kernel: IntPair,
-    *,
-    stride: IntPair,
-    dilation: IntPair,
-    groups: int,
-) -> torch.Tensor:
-    """Sums over images and positions of `gradient` times what each tap of `kernel` sees: (channels,
-    C / groups, *kernel).
-    """
-    shape = (gradient.shape[1], images.shape[1] // groups, *kernel)
-    step = max(MAX_SUMMED // gradient.shape[2:].numel(), 1)
-    products = images.new_zeros(shape)
-    for some, their in zip(images.split(step), gradient.split(step), strict=True):
-        products += conv2d_weight(
-            some, shape, their, stride=stride, dilation=dilation, groups=groups
-        )
-    return products
-
-
 def _write_ones_(total: torch.Tensor, images: torch.Tensor, window: Window) -> None:
     """Fill the last column of `total`, shape (groups, d + 1, d + 1), with sums over patches."""
     sums = _windows(images.sum(dim=0, keepdim=True), window).sum(dim=(0, 2, 3))
@@ -240,16 +175,11 @@ def _write_ones_(total: torch.Tensor, images: torch.Tensor, window: Window) -> N
     total[:, -1, -1] = images.shape[0] * rows * columns
 
 
-def _padded(images: torch.Tensor, window: Window) -> torch.Tensor:
-    (top, left), (bottom, right) = window.before, window.after
-    if top or left or bottom or right:
-        images = F.pad(images, (left, right, top, bottom))
-    return images
-
-
 def _windows(images: torch.Tensor, window: Window) -> torch.Tensor:
     """A view of shape (N, C, rows, columns, taps, taps): what each tap sees at each position."""
-    padded = _padded(images, window)
+    (top, left), (bottom, right) = window.before, window.after
+    is_padded = top or left or bottom or right
+    padded = F.pad(images, (left, right, top, bottom)) if is_padded else images
     seen = padded.unfold(2, window.reach[0] + 1, window.stride[0]).unfold(
         3, window.reach[1] + 1, window.stride[1]
     )
@@ -290,10 +220,12 @@ def _shifted_products(images: torch.Tensor, window: Window, groups: int) -> torc
     Shifts go down by 0, 1, ... taps, and to the left and the right.
     """
     taps, (height, width) = window.taps, window.reach
-    padded, kernel = F.pad(images, (width, width, 0, height)), (taps[0], 2 * taps[1] - 1)
-    products = _weight_gradient(
-        padded, images, kernel, stride=(1, 1), dilation=window.dilation, groups=groups
-    )
+    padded = F.pad(images, (width, width, 0, height))
+    shape = (images.shape[1], images.shape[1] // groups, taps[0], 2 * taps[1] - 1)
+    products = images.new_zeros(shape)
+    step = max(MAX_SUMMED // images.shape[2:].numel(), 1)
+    for some, their in zip(padded.split(step), images.split(step), strict=True):
+        products += conv2d_weight(some, shape, their, dilation=window.dilation, groups=groups)
     by_group: torch.Tensor = products.unflatten(0, (groups, -1))
     return by_group
 
@@ -325,10 +257,8 @@ def _subtract_frame_(blocks: torch.Tensor, images: torch.Tensor, window: Window)
 
 def _frame(window: Window, axis: int, positions: int) -> list[int]:
     """Positions before and after the output's, as far as taps reach."""
-    before, after = (
-        window.reach[axis] - window.before[axis],
-        window.reach[axis] - window.after[axis],
-    )
+    before = window.reach[axis] - window.before[axis]
+    after = window.reach[axis] - window.after[axis]
     return [*range(-before, 0), *range(positions, positions + after)]
 
 

@@ -31,7 +31,7 @@ Cost for d rows: d^3 / 3 operations for a triangle, d^3 for an inverse, and d^2 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -53,10 +53,7 @@ from offbeat.torch_private import has_avx512_bfloat16
 InverseForm: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
 """What is kept of an inverse; "bfloat16": itself, rounded, and square."""
 
-RETRIES: tuple[tuple[float, torch.dtype | None], ...] = (
-    (10.0, None),
-    (10.0, torch.float64),
-)
+RETRIES: tuple[tuple[float, torch.dtype | None], ...] = ((10.0, None), (10.0, torch.float64))
 """How a matrix that is not positive definite is tried again: by how much the damping is multiplied,
 and in which dtype (None: the factor's).
 """
@@ -142,7 +139,12 @@ class Inverter:
         """
         inverses: list[torch.Tensor] = [task.packed for task in tasks]
         are_good: list[tuple[list[int], torch.Tensor]] = []
-        for numbers in batches_of_one_shape(tasks):
+        kinds: dict[object, list[int]] = {}
+        for number, task in enumerate(tasks):
+            shape, packed = task.shape, task.packed
+            kind = shape.dim, shape.is_diagonal, shape.is_tiny, packed.dtype, packed.device
+            kinds.setdefault(kind, []).append(number)
+        for numbers in kinds.values():  # what can be done in one call
             some = [tasks[number] for number in numbers]
             room = rooms[numbers[0]] if rooms is not None and len(some) == 1 else None
             if some[0].shape.is_diagonal:
@@ -232,16 +234,6 @@ class Inverter:
                 f" {RETRIES[-1][0]:g} times the damping; its layer gets plain gradients until it is"
             )
         return torch.zeros(dim, dim, dtype=packed.dtype, device=packed.device)
-
-
-def batches_of_one_shape(tasks: Sequence[InversionTask]) -> Iterator[list[int]]:
-    """Numbers of the tasks that can be done in one call."""
-    kinds: dict[object, list[int]] = {}
-    for number, task in enumerate(tasks):
-        shape = task.shape
-        kind = shape.dim, shape.is_diagonal, shape.is_tiny, task.packed.dtype, task.packed.device
-        kinds.setdefault(kind, []).append(number)
-    yield from kinds.values()
 
 
 def damp_and_invert_(

@@ -35,7 +35,7 @@ class RowsBlock(LayerBlock):
 
     Args:
         curvature: as for all blocks.
-        batch_dim: which dimension of the input counts examples.
+        batch_dim: which dimension of the input counts examples; None: as `curvature` says.
         num_mapped: how many dimensions it maps, >= 0.
     """
 
@@ -45,13 +45,13 @@ class RowsBlock(LayerBlock):
         module: nn.Module,
         curvature: Curvature,
         *,
-        batch_dim: int,
+        batch_dim: int | None = None,
         num_mapped: int = 1,
         **covered: Unpack[Covered],
     ) -> None:
         super().__init__(name, module, **covered)
         self._curvature = curvature
-        self._batch_dim = batch_dim
+        self._batch_dim = curvature.batch_dim if batch_dim is None else batch_dim
         self._num_mapped = num_mapped
 
     def example_dim(self, inputs: torch.Tensor) -> int | None:
@@ -87,7 +87,7 @@ class LinearBlock(RowsBlock):
     Args:
         curvature: as for all blocks.
         groups: projections that share the input and lie one after the other in the weight.
-        batch_dim: which dimension of the input counts examples.
+        batch_dim: which dimension of the input counts examples; None: as `curvature` says.
         is_transposed: whether the weight has a row for each input, and not for each output.
         outputs: shape of G, where it is another than `max_dim` makes it.
     """
@@ -99,7 +99,7 @@ class LinearBlock(RowsBlock):
         curvature: Curvature,
         *,
         groups: int = 1,
-        batch_dim: int,
+        batch_dim: int | None = None,
         is_transposed: bool = False,
         outputs: FactorShape | None = None,
         **covered: Unpack[Covered],
@@ -108,13 +108,8 @@ class LinearBlock(RowsBlock):
         self._is_transposed = is_transposed
         num_outputs, num_inputs = self._upright(self.weight[self.rows]).shape
         self._num_inputs = num_inputs
-        self._lay_out(
-            groups,
-            num_outputs // groups,
-            num_inputs + self.has_bias,
-            curvature.max_dim,
-            shares_inputs=True,
-        )
+        width, max_dim = num_inputs + self.has_bias, curvature.max_dim
+        self._lay_out(groups, num_outputs // groups, width, max_dim, shares_inputs=True)
         self.outputs = outputs or self.outputs
 
     def fits(self, inputs: torch.Tensor) -> bool:
@@ -137,14 +132,7 @@ class BiasBlock(RowsBlock):
     def __init__(
         self, name: str, module: nn.Module, curvature: Curvature, *, bias_name: str
     ) -> None:
-        super().__init__(
-            name,
-            module,
-            curvature,
-            weight_name=bias_name,
-            bias_name=None,
-            batch_dim=curvature.batch_dim,
-        )
+        super().__init__(name, module, curvature, weight_name=bias_name, bias_name=None)
         self._lay_out(1, self._weight_shape[0], 1, curvature.max_dim, shares_inputs=True)
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
@@ -175,13 +163,9 @@ class ConvBlock(LayerBlock):
         groups = module.groups
         self._taps = self._pair(module.kernel_size, 1)
         self._num_channels = per_group * groups
-        self._lay_out(
-            groups,
-            num_outputs // groups,
-            per_group * self._taps[0] * self._taps[1] + self.has_bias,
-            curvature.max_dim,
-            shares_inputs=False,
-        )
+        width = per_group * self._taps[0] * self._taps[1] + self.has_bias
+        max_dim = curvature.max_dim
+        self._lay_out(groups, num_outputs // groups, width, max_dim, shares_inputs=False)
         # A factor that is cut is cut between rows of taps, if that makes pieces small enough.
         in_a_row = per_group * self._taps[1]
         whole = self.inputs.dim == self.matrix_shape[2]
@@ -265,8 +249,7 @@ class EmbeddingBlock(RowsBlock):
     """
 
     def __init__(self, name: str, module: nn.Embedding, curvature: Curvature) -> None:
-        batch_dim = curvature.batch_dim
-        super().__init__(name, module, curvature, batch_dim=batch_dim, num_mapped=0, bias_name=None)
+        super().__init__(name, module, curvature, num_mapped=0, bias_name=None)
         self._padding = module.padding_idx
         self.masks_outputs = self._padding is not None
         num_rows, num_outputs = self._weight_shape
@@ -339,14 +322,8 @@ class LastDimsNormBlock(RowsBlock):
         bias_name: str | None,
         normalise: Normalise,
     ) -> None:
-        super().__init__(
-            name,
-            module,
-            curvature,
-            bias_name=bias_name,
-            batch_dim=curvature.batch_dim,
-            num_mapped=module.get_parameter("weight").ndim,
-        )
+        num_mapped = module.get_parameter("weight").ndim
+        super().__init__(name, module, curvature, bias_name=bias_name, num_mapped=num_mapped)
         self._normalise = normalise
         _lay_out_channels(self)
 

@@ -163,24 +163,19 @@ class Preconditioner:
             for parameter in group["params"]
         }
         live = [
-            _Member(block, self._pair_of(index), lr_of.get(id(block.weight), 0.0), index)
+            InvertedBlock(block, self._pair_of(index), lr_of.get(id(block.weight), 0.0), index)
             for index, block in enumerate(self._blocks)
             if index not in retired
         ]
         if self._plan.by_owner:
             self.last_nu = self._precondition_by_owners(live)
         else:
-            self.last_nu = precondition_(
-                [each.block for each in live],
-                [each.inverse for each in live if each.inverse is not None],
-                lrs=[each.lr for each in live],
-                kl_clip=self._settings.kl_clip,
-                grafting=self._settings.grafting,
-            )
+            settings = self._settings
+            self.last_nu = precondition_(live, kl_clip=settings.kl_clip, grafting=settings.grafting)
         self.precondition_s += time.perf_counter() - began_s
 
     @torch.no_grad()
-    def _precondition_by_owners(self, live: Sequence[_Member]) -> torch.Tensor | None:
+    def _precondition_by_owners(self, live: Sequence[InvertedBlock]) -> torch.Tensor | None:
         """Replace the gradients of blocks, the same on all ranks, by preconditioned gradients.
         Collective.
 
@@ -194,7 +189,7 @@ class Preconditioner:
         Returns:
             As of `precondition_`.
         """
-        rank, of_owner = self._driver.rank, dict[Owner, list[_Member]]()
+        rank, of_owner = self._driver.rank, dict[Owner, list[InvertedBlock]]()
         for each in live:
             # All ranks see the same gradients, so all of them leave the same blocks out.
             if each.block.has_gradient():
@@ -273,7 +268,7 @@ class Preconditioner:
                 )
 
 
-class _Member(NamedTuple):
+class InvertedBlock(NamedTuple):
     """A block that no rank has given up: with its inverses, if this rank has them, its learning
     rate and its number.
     """
@@ -281,13 +276,13 @@ class _Member(NamedTuple):
     block: Block
     inverse: InversePair | None
     lr: float
-    place: int
+    place: int = 0
 
 
 class _GradientMessage:
     """One owner's preconditioned gradients."""
 
-    def __init__(self, members: Sequence[_Member], owner: int) -> None:
+    def __init__(self, members: Sequence[InvertedBlock], owner: int) -> None:
         self.owner, self._members = owner, members
         blocks = [each.block for each in members]
         dtypes = (block.weight.dtype for block in blocks)
@@ -304,7 +299,7 @@ class _GradientMessage:
         self.change = change[0]
 
     def fill(self, grafting: Grafting) -> None:
-        look_up([each.inverse for each in self._members if each.inverse is not None])
+        look_up(self._members)
         for number, (block, inverse, lr, _) in enumerate(self._members):
             assert inverse is not None, "the owner has them"
             preconditioned, gradient = self._preconditioned[number], block.gradient().matrix()
@@ -518,9 +513,10 @@ class InversePair:
         return (unpack_triangles if form == "triangle" else unpack)(kept, dim), form
 
 
-def look_up(inverses: Sequence[InversePair]) -> None:
+def look_up(members: Sequence[InvertedBlock]) -> None:
     """Ask for which blocks there are inverses, unless that is known. The host waits once."""
-    unknown = [each for each in inverses if each.exists is None]
+    pairs = [each.inverse for each in members if each.inverse is not None]
+    unknown = [each for each in pairs if each.exists is None]
     if not unknown:
         return
     device = unknown[0].inputs.device
@@ -577,39 +573,29 @@ def graft_(preconditioned: torch.Tensor, plain: torch.Tensor, grafting: Grafting
 
 @torch.no_grad()
 def precondition_(
-    blocks: Sequence[Block],
-    inverses: Sequence[InversePair],
-    *,
-    lrs: Sequence[float],
-    kl_clip: float | None,
-    grafting: Grafting = "none",
+    members: Sequence[InvertedBlock], *, kl_clip: float | None, grafting: Grafting = "none"
 ) -> torch.Tensor | None:
-    """Replace the gradients of `blocks` by preconditioned gradients. Blocks without gradient, or of
+    """Replace the gradients of blocks by preconditioned gradients. Blocks without gradient, or of
     another shape by now, are passed over.
 
     Args:
-        blocks: not the retired ones.
-        inverses: one for each block.
-        lrs: learning rates, one for each block.
+        members: all with their inverses.
         kl_clip: the limit, > 0; None: no limit.
         grafting: whose length a layer's preconditioned gradient has. With "layer" give no limit.
 
     Returns:
         nu, a scalar tensor in (0, 1]; None without a limit, or without a preconditioned gradient.
     """
-    look_up(inverses)
-    live = [
-        _Live(block, inverse, lr)
-        for block, inverse, lr in zip(blocks, inverses, lrs, strict=True)
-        if block.has_gradient() and inverse.exists
-    ]
+    look_up(members)
     products: dict[float, list[torch.Tensor]] = {}
     written: list[torch.Tensor] = []
     # Where a gradient's type is too short for it, a preconditioned gradient waits for nu apart.
     apart: list[tuple[BlockGradient | JoinedGradients, torch.Tensor]] = []
-    for lr, gradient, matrix, preconditioned in _apply_each(live, joins=grafting == "none"):
+    for lr, gradient, matrix, preconditioned in _apply_each(members, joins=grafting == "none"):
         if kl_clip is not None:
-            products.setdefault(lr, []).append(_product(preconditioned, matrix))
+            products.setdefault(lr, []).append(
+                torch.linalg.vecdot(preconditioned.flatten(), matrix.flatten())
+            )
         graft_(preconditioned, matrix, grafting)
         if kl_clip is not None and gradient.dtype.itemsize < preconditioned.dtype.itemsize:
             apart.append((gradient, preconditioned))
@@ -645,29 +631,22 @@ def _multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         for_each("mul_", some, factor.to(*kind))
 
 
-class _Live(NamedTuple):
-    """A block that has a gradient, with its inverses and its learning rate."""
-
-    block: Block
-    inverse: InversePair
-    lr: float
-
-
 _Applied: TypeAlias = tuple[float, BlockGradient | JoinedGradients, torch.Tensor, torch.Tensor]
 """A learning rate, a gradient, that as a matrix, and the preconditioned gradient."""
 
 
-def _apply_each(live: Sequence[_Live], *, joins: bool) -> Iterator[_Applied]:
-    """The preconditioned gradients of all blocks. Those of norms, each of which has a tiny matrix
-    for each channel, are made together: handling each norm costs more than its arithmetic. They
-    stay together if `joins`.
+def _apply_each(members: Sequence[InvertedBlock], *, joins: bool) -> Iterator[_Applied]:
+    """The preconditioned gradients of all blocks that have any. Those of norms, each of which has a
+    tiny matrix for each channel, are made together: handling each norm costs more than its
+    arithmetic. They stay together if `joins`.
     """
-    norms: dict[object, list[_Live]] = {}
-    for each in live:
-        block, inverse, lr = each
+    norms: dict[object, list[tuple[Block, InversePair, float]]] = {}
+    for block, inverse, lr, _ in members:
+        if inverse is None or not inverse.exists or not block.has_gradient():
+            continue
         if block.inputs.is_tiny and block.outputs.is_tiny and not block.fixes_bias:
             kind = block.matrix_shape[1:], block.has_bias, block.weight.dtype, block.weight.device
-            norms.setdefault((*kind, lr), []).append(each)
+            norms.setdefault((*kind, lr), []).append((block, inverse, lr))
             continue
         gradient = block.gradient()
         matrix = gradient.matrix()
@@ -678,8 +657,8 @@ def _apply_each(live: Sequence[_Live], *, joins: bool) -> Iterator[_Applied]:
         gradients = JoinedGradients([block.gradient() for block, _, _ in some])
         matrix = gradients.matrix()
         found = InversePair(
-            torch.cat([each.inverse.inputs for each in some]),
-            torch.cat([each.inverse.outputs for each in some]),
+            torch.cat([pair.inputs for _, pair, _ in some]),
+            torch.cat([pair.outputs for _, pair, _ in some]),
             inverse.form,
         ).apply(
             matrix,
@@ -692,9 +671,3 @@ def _apply_each(live: Sequence[_Live], *, joins: bool) -> Iterator[_Applied]:
             sizes = gradients.sizes
             parts = zip(gradients.members, matrix.split(sizes), found.split(sizes), strict=True)
             yield from ((lr, *part) for part in parts)
-
-
-def _product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """The sum of elementwise products, a scalar tensor."""
-    product: torch.Tensor = torch.linalg.vecdot(some.flatten(), others.flatten())
-    return product

@@ -253,16 +253,7 @@ def _blocks_of(name: str, module: Any, curvature: Curvature, *, is_cross: bool) 
         return [norm_block(name, module, curvature, bias_name=bias_name)]
     if _trained(module, "weight") is None:
         return [BiasBlock(name, module, curvature, bias_name="bias")]
-    return [
-        LinearBlock(
-            name,
-            module,
-            curvature,
-            bias_name=bias_name,
-            batch_dim=curvature.batch_dim,
-            is_transposed=is_transposed,
-        )
-    ]
+    return [LinearBlock(name, module, curvature, bias_name=bias_name, is_transposed=is_transposed)]
 
 
 def _blocks_of_shared(
@@ -329,7 +320,6 @@ def _tied_block(
                 first.module,
                 curvature,
                 bias_name="bias" if has_one_bias else None,
-                batch_dim=curvature.batch_dim,
                 is_transposed=is_transposed_linear(first.module),
                 outputs=uses[0].block.inputs if uses else None,
             )

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.codec.option_value import require_at_least
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
@@ -100,11 +101,10 @@ def data_description(
         ConfigError: this cannot work.
     """
     num_samples = require_map_style(dataset)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"seed must be an integer of at least 0, got {seed!r}")
+    require_at_least("seed", seed, 0)
     for name, size in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}")
+        if size is not None:
+            require_at_least(name, size, 1)
     if batch_size is None:
         raise ConfigError(
             "nothing says how large a batch is: pass batch_size=..., or a DataLoader that has one"

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from offbeat.errors import UnsupportedError
 from offbeat.run import patches
 
 CHILD_VARIABLE: Final = "OFFBEAT_SCRIPT_CONFIG"
@@ -48,7 +47,7 @@ class ChildFunction:
         config = RunConfig.from_json(os.environ[CHILD_VARIABLE])
         recipe = recipe_for(config.strategy, config.strategy_options)
         sessions = ScriptSessions(recipe, ModelListener())
-        with patched_for(recipe, sessions), patches.no_group_unless(config.workers == 1, _refusal):
+        with patched_for(recipe, sessions), patches.no_group_unless(config.workers == 1):
             try:
                 result = self._function(*args, **kwargs)
             except BaseException as error:
@@ -58,10 +57,3 @@ class ChildFunction:
         if sessions.num_ddp_models and (complaint := sessions.complaint(sys.argv[0])) is not None:
             raise complaint
         return result
-
-
-def _refusal() -> UnsupportedError:
-    return UnsupportedError(
-        "the script starts its ranks itself, in processes of its own, and so does offbeat run; add"
-        " --workers 1, and the script decides how many there are"
-    )

@@ -166,12 +166,7 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
     """Run a script, with workers of its own or as the rank that this process is, and say what the
     user should know. Arguments and result are those of `run_command`.
     """
-    from offbeat.run.plan import (
-        DEFAULT_WORKERS,
-        check_strategy_name,
-        script_command,
-        script_config,
-    )
+    from offbeat.run.plan import DEFAULT_WORKERS, check_strategy_name, script_command, script_config
 
     script = script_command(given.words, as_module=given.module, metric=given.metric)
     check_strategy_name(given.strategy, script.path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -26,6 +27,12 @@ from offbeat.transport.connect import RETURN_VARIABLE, launched
 from offbeat.transport.interface import bound_socket
 
 LOOPBACK: Final = "127.0.0.1"
+ON_LOOPBACK: Final = {
+    "OFFBEAT_INTERFACE": LOOPBACK,
+    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+}
+"""Environment variables of workers of one host."""
+
 SUPERVISED_VARIABLE: Final = "OFFBEAT_STORE_PORT"
 """Environment variable of a worker whose supervisor serves the store, and records deaths in it."""
 
@@ -92,20 +99,20 @@ def record_death(store: Store, rank: int, *, deaths: int) -> None:
     """Tell all ranks that the process of `rank` has died, for the `deaths`-th time. The supervisor
     calls this.
     """
-    store.set(_deaths_key(rank), str(deaths))
+    store.set(_key("deaths", rank), str(deaths))
 
 
 def publish_step(store: Store, rank: int, step: int) -> None:
     """Tell ranks that come back how many steps `rank` has done. The supervisor calls this, which
     hears of it anyway.
     """
-    store.set(_step_key(rank), str(step))
+    store.set(_key("step", rank), str(step))
 
 
 def only_returned_ranks_step(store: Store, world_size: int) -> bool:
     """Whether some ranks have never died, and all of them take no more steps."""
-    originals = [rank for rank in range(world_size) if not store.check([_deaths_key(rank)])]
-    return bool(originals) and store.check([_no_more_steps_key(rank) for rank in originals])
+    originals = [rank for rank in range(world_size) if not store.check([_key("deaths", rank)])]
+    return bool(originals) and store.check([_key("no more steps", rank) for rank in originals])
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,25 +137,23 @@ class Coordinator:
         """Store `text` under `name` for all ranks, those that join later included. It replaces what
         was published under that name before.
         """
-        self.store.set(f"{_PREFIX}/{name}", text)
+        self.store.set(_key(name), text)
 
     def published(self, name: str) -> str | None:
         """What has been published under `name`; None if nothing has."""
-        key = f"{_PREFIX}/{name}"
+        key = _key(name)
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def rejoin_at(self, first_step: int) -> None:
         """From `first_step` on, this rank takes part in what is waited for."""
-        self.store.set(_back_key(self.rank, self.restart), str(first_step))
+        self.publish(f"back/{self.rank}/{self.restart}", str(first_step))
 
     def all_gather(self, name: str, text: str) -> list[str]:
         """Every rank's `text`, by rank. Waits for all of them, dead or alive. A name serves
         once.
         """
-        self.store.set(f"{_PREFIX}/{name}/{self.rank}", text)
-        return [
-            self.store.get(f"{_PREFIX}/{name}/{rank}").decode() for rank in range(self.world_size)
-        ]
+        self.publish(f"{name}/{self.rank}", text)
+        return [self.store.get(_key(name, rank)).decode() for rank in range(self.world_size)]
 
     def gather_living(
         self, name: str, text: str, *, step: int | None = None, patience_s: float | None = None
@@ -164,8 +169,8 @@ class Coordinator:
             patience_s: how long to wait for late ranks before they are left out, this rank too if
                 it is one; None: for ever.
         """
-        self.store.set(f"{_PREFIX}/{name}/{self.rank}", text)
-        decided = f"{_PREFIX}/{name}"
+        self.publish(f"{name}/{self.rank}", text)
+        decided = _key(name)
         if not self.store.check([decided]):
             until_s = None if patience_s is None else time.monotonic() + patience_s
             texts = {
@@ -179,19 +184,18 @@ class Coordinator:
 
     def take_no_more_steps(self) -> None:
         """No rank is to wait for another step of this one."""
-        self.store.set(_no_more_steps_key(self.rank), "")
+        self.publish(f"no more steps/{self.rank}", "")
 
     def has_taken_last_step(self, rank: int) -> bool:
         """Whether `rank` has said `take_no_more_steps`."""
-        return self.store.check([_no_more_steps_key(rank)])
+        return self.published(f"no more steps/{rank}") is not None
 
     @property
     def step(self) -> int:
         """How many steps the rank that is furthest had done about half a second ago; 0 where no
         supervisor says it.
         """
-        keys = [_step_key(rank) for rank in range(self.world_size)]
-        return max([0, *(int(self.store.get(key)) for key in keys if self.store.check([key]))])
+        return max(int(self.published(f"step/{rank}") or 0) for rank in range(self.world_size))
 
     @property
     def leader(self) -> int:
@@ -242,7 +246,7 @@ class Coordinator:
         """The text of `rank`; None once it is clear that none will come in time, or that the
         answer has been decided without it.
         """
-        key, pause_s = f"{_PREFIX}/{name}/{rank}", 2e-4
+        key, pause_s = _key(name, rank), 2e-4
         if not self.supervised and until_s is None:
             return self.store.get(key).decode()
         while True:
@@ -264,28 +268,15 @@ class Coordinator:
         deaths = self._deaths(rank)
         if deaths == 0 or rank == self.rank:
             return True
-        back = _back_key(rank, deaths)
-        return self.store.check([back]) and (step is None or int(self.store.get(back)) <= step)
+        back = self.published(f"back/{rank}/{deaths}")
+        return back is not None and (step is None or int(back) <= step)
 
     def _deaths(self, rank: int) -> int:
-        key = _deaths_key(rank)
-        return int(self.store.get(key)) if self.store.check([key]) else 0
+        return int(self.published(f"deaths/{rank}") or 0)
 
 
-def _deaths_key(rank: int) -> str:
-    return f"{_PREFIX}/deaths/{rank}"
-
-
-def _no_more_steps_key(rank: int) -> str:
-    return f"{_PREFIX}/no more steps/{rank}"
-
-
-def _step_key(rank: int) -> str:
-    return f"{_PREFIX}/step/{rank}"
-
-
-def _back_key(rank: int, restart: int) -> str:
-    return f"{_PREFIX}/back/{rank}/{restart}"
+def _key(*parts: object) -> str:
+    return "/".join(map(str, (_PREFIX, *parts)))
 
 
 def supervised_coordinator() -> Coordinator:

@@ -413,8 +413,7 @@ class ScriptSessions(ScriptListener):
             if not isinstance(ddp, ShardedModule):
                 self._carried.attached(session, optimizer)
             if session.strategy.replicas_differ:
-                ignored = ddp.parameters_to_ignore
-                coupled.evaluation = EvaluationWeights(session, model, optimizer, ignored)
+                coupled.evaluation = EvaluationWeights(session, model, optimizer)
         self._attached_models |= coupled.wholes
         self.num_attached += 1
         self._listener.attached(session, model, optimizer)

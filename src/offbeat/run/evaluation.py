@@ -28,7 +28,7 @@ So what is evaluated and saved is up to one period, or `MEAN_EVERY` steps, old.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Final
@@ -40,7 +40,6 @@ from offbeat.errors import OffbeatError
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
 from offbeat.session.sharded import reshard_modules
-from offbeat.session.state import persistent_buffers, plain_name
 from offbeat.weights.shard import local_of
 
 MEAN_EVERY: Final = 50
@@ -61,26 +60,13 @@ class EvaluationWeights(SessionObserver):
         session: at work on it.
         model: the attached module.
         optimizer: that steps it.
-        ignored: names of parameters and buffers that are each rank's own affair.
     """
 
     def __init__(
-        self,
-        session: Session,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        ignored: Collection[str] = (),
+        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         self._session = session
         self._model = model
-        self._names = {
-            *(
-                plain_name(name)
-                for name, p in model.named_parameters()
-                if p.requires_grad and name not in ignored
-            ),
-            *map(plain_name, persistent_buffers(model, ignored)),
-        }
         self._mean: dict[str, torch.Tensor] | None = None
         # This rank's own weights, and the mean that is in their place.
         self._own: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
@@ -204,7 +190,7 @@ class EvaluationWeights(SessionObserver):
     ) -> None:
         if self._own is not None or (prefix and module is not self._model):
             return  # the parameters hold the mean already, or the module around is asked
-        names = {id(tensor): plain_name(name) for name, tensor in self._tensors()}
+        names = {id(tensor): name for name, tensor in self._session.tensors().items()}
         # What is tied has one name in the mean, and several in what is saved.
         tensors = {
             prefix + name: tensor
@@ -226,24 +212,18 @@ class EvaluationWeights(SessionObserver):
         self._left = self._sample()
         self._mean = self._loaded_since_step = self._copies()
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the mean has of the model, by the model's own names."""
-        reshard_modules(self._model)
-        named = chain(self._model.named_parameters(), self._model.named_buffers())
-        return ((name, tensor) for name, tensor in named if plain_name(name) in self._names)
-
     def _copies(self) -> dict[str, torch.Tensor]:
-        return {plain_name(name): tensor.detach().clone() for name, tensor in self._tensors()}
+        tensors = self._session.tensors().items()
+        return {name: tensor.detach().clone() for name, tensor in tensors}
 
     @torch.no_grad()
     def _write(
         self, values: Mapping[str, torch.Tensor], over: Mapping[str, torch.Tensor] | None = None
     ) -> None:
         """`over`: what a tensor has to hold to be written; None: anything."""
-        for name, tensor in self._tensors():
-            key = plain_name(name)
-            if over is None or torch.equal(local_of(tensor), local_of(over[key])):
-                tensor.copy_(values[key])
+        for name, tensor in self._session.tensors().items():
+            if over is None or torch.equal(local_of(tensor), local_of(over[name])):
+                tensor.copy_(values[name])
         reshard_modules(self._model)
 
 

@@ -119,7 +119,8 @@ class IdleReducer:
     def __getattr__(self, name: str) -> Callable[..., object]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _nothing_logged if name == TELLS_WHAT_DDP_LOGGED else _do_nothing
+        logged = SimpleNamespace(strs_map={}, ints_map={})
+        return lambda *_, **__: logged if name == TELLS_WHAT_DDP_LOGGED else None
 
 
 def _reducer_for(listener: ScriptListener) -> type[IdleReducer]:
@@ -129,13 +130,6 @@ def _reducer_for(listener: ScriptListener) -> type[IdleReducer]:
             listener.exchange_prepared(self)
 
     return ListeningReducer
-
-
-def _nothing_logged() -> SimpleNamespace:
-    return SimpleNamespace(strs_map={}, ints_map={})
-
-
-def _do_nothing(*_: object, **__: object) -> None: ...
 
 
 def _put(stack: ExitStack, owner: object, name: str, value: object) -> None:
@@ -233,11 +227,14 @@ def beside_the_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def no_group_unless(allowed: bool, refusal: Callable[[], Exception]) -> Iterator[None]:
-    """`init_process_group` raises `refusal()` while the block runs, unless it is `allowed`."""
+def no_group_unless(allowed: bool) -> Iterator[None]:
+    """`init_process_group` raises while the block runs, unless it is `allowed`."""
 
     def init_process_group(*_: Any, **__: Any) -> None:
-        raise refusal()
+        raise UnsupportedError(
+            "the script starts its ranks itself, in processes of its own, and so does offbeat run;"
+            " add --workers 1, and the script decides how many there are"
+        )
 
     with ExitStack() as stack:
         for module in () if allowed else (dist, distributed_c10d):

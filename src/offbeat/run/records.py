@@ -39,6 +39,7 @@ from offbeat.callbacks.callback import Decision
 from offbeat.codec.json_objects import Count, build
 from offbeat.errors import MALFORMED, RecordError
 from offbeat.run.config import RunConfig
+from offbeat.session.checkpoint import whole_file
 from offbeat.transport.driver import Arrival
 
 M = TypeVar("M")
@@ -263,13 +264,9 @@ class RunDirectory:
         if not (self.path / SUMMARY).exists():
             return None
         try:
-            values = json.loads((self.path / SUMMARY).read_bytes())
+            return build(Summary, json.loads((self.path / SUMMARY).read_bytes()))
         except OSError as error:
             raise RecordError(f"cannot read {self.path / SUMMARY}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"{self.path / SUMMARY} is damaged: {error}") from None
-        try:
-            return build(Summary, values)
         except MALFORMED as error:
             raise RecordError(f"{self.path / SUMMARY} is damaged at {error}") from None
 
@@ -278,12 +275,9 @@ def last_step(path: Path, rank: int) -> int:
     """The last step that rank `rank` is known to have finished; 0 when there is none. Cheap: reads
     the end of its events.
     """
-    events = events_path(path, rank)
-    steps = (
-        re.findall(rb'^{"step": (\d{1,18}),', tail(events, _TAIL_BYTES), re.MULTILINE)
-        if events.exists()
-        else []
-    )
+    if not (events := events_path(path, rank)).exists():
+        return 0
+    steps = re.findall(rb'^{"step": (\d{1,18}),', tail(events, _TAIL_BYTES), re.MULTILINE)
     return int(steps[-1]) if steps else 0
 
 
@@ -559,11 +553,7 @@ def _describe(path: Path) -> str:
 
 
 def _resume_hint(path: Path) -> str:
-    return (
-        f", or go on with --resume {quote(str(path))}"
-        if any(path.glob("checkpoint/step-*"))
-        else ""
-    )
+    return f", or go on with --resume {quote(str(path))}" * any(path.glob("checkpoint/step-*"))
 
 
 def environment() -> dict[str, object]:
@@ -597,15 +587,8 @@ ELSEWHERE: Final = "choose another --out"
 
 def write_whole(path: Path, text: str, advice: str = MORE_ROOM) -> None:
     """Write all of `text` to `path`, or leave what is there. Raises `RecordError`."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with naming_failed_file(path, advice):
-            temporary.write_text(text + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-    except RecordError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with naming_failed_file(path, advice), whole_file(path) as file:
+        file.write(f"{text}\n".encode())
 
 
 @contextmanager

@@ -67,7 +67,8 @@ def gather_ends(
         "messages_per_step": (last.messages_sent - recorder.first.messages_sent) / num_steps,
         "samples_per_s": recorder.num_samples / recorder.seconds if recorder.seconds else 0.0,
         "mean_entry_age": last.mean_entry_age,
-        "peak_memory_bytes": _peak_memory_bytes(),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
         "notices": [*session.notices, *run.notices, *notices],
     }
     told = run.coordinator.gather_living("end", json.dumps(mine), step=step, patience_s=patience_s)
@@ -141,8 +142,3 @@ def digest(model: nn.Module) -> str:
     """
     reshard_modules(model)
     return digest_of(model.named_parameters())
-
-
-def _peak_memory_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

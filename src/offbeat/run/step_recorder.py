@@ -172,11 +172,8 @@ class StepRecorder:
         # the supervisor has to know that when one dies soon.
         self._reported_s = -math.inf
         self._reported_survival = False
-        self._seconds_reported, self._stats_reported, self._step_reported = (
-            0.0,
-            self.first,
-            self.first_step,
-        )
+        self._seconds_reported = 0.0
+        self._stats_reported, self._step_reported = self.first, self.first_step
 
     @property
     def leads(self) -> bool:
@@ -256,13 +253,33 @@ class StepRecorder:
         return event
 
     def _report_if_due(self) -> None:
-        now_s, schedule = self._since_s, self.run.schedule
+        now_s, schedule, stats = self._since_s, self.run.schedule, self._before
         if (
-            now_s - self._reported_s >= self._report_every_s
-            or schedule.position.step >= schedule.target
-            or self._survives_death != self._reported_survival
+            now_s - self._reported_s < self._report_every_s
+            and schedule.position.step < schedule.target
+            and self._survives_death == self._reported_survival
         ):
-            self._report_progress(now_s)
+            return
+        step = self._steps_done
+        num_steps = max(1, step - self._step_reported)
+        seconds = max(1e-9, self.seconds - self._seconds_reported)
+        self._report(
+            WorkerProgress(
+                rank=self.run.coordinator.rank,
+                pid=os.getpid(),
+                step=step,
+                seconds=self.elapsed_s,
+                target=schedule.target,
+                loss=self.last_loss or 0.0,
+                wait_share=min(1.0, (stats.wait_s - self._stats_reported.wait_s) / seconds),
+                bytes_per_step=(stats.bytes_sent - self._stats_reported.bytes_sent) / num_steps,
+                survives_death=self._survives_death,
+                metric=self._metric,
+            )
+        )
+        self._reported_s, self._seconds_reported = now_s, self.seconds
+        self._reported_survival = self._survives_death
+        self._stats_reported, self._step_reported = stats, step
 
     @property
     def _survives_death(self) -> bool:
@@ -302,7 +319,7 @@ class StepRecorder:
     def close(self) -> None:
         self._events.close()
         if self._live is not None:
-            self._live.end()
+            self._live.closed(None)
 
     def _live_metrics(self) -> LiveMetrics | None:
         """What tells loggers how the present session is doing; None where nobody asked."""
@@ -318,26 +335,3 @@ class StepRecorder:
     @property
     def _steps_done(self) -> int:
         return self.run.schedule.position.step
-
-    def _report_progress(self, now_s: float) -> None:
-        schedule, stats = self.run.schedule, self._before
-        step = self._steps_done
-        num_steps = max(1, step - self._step_reported)
-        seconds = max(1e-9, self.seconds - self._seconds_reported)
-        self._report(
-            WorkerProgress(
-                rank=self.run.coordinator.rank,
-                pid=os.getpid(),
-                step=step,
-                seconds=self.elapsed_s,
-                target=schedule.target,
-                loss=self.last_loss or 0.0,
-                wait_share=min(1.0, (stats.wait_s - self._stats_reported.wait_s) / seconds),
-                bytes_per_step=(stats.bytes_sent - self._stats_reported.bytes_sent) / num_steps,
-                survives_death=self._survives_death,
-                metric=self._metric,
-            )
-        )
-        self._reported_s, self._seconds_reported = now_s, self.seconds
-        self._reported_survival = self._survives_death
-        self._stats_reported, self._step_reported = stats, step

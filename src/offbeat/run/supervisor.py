@@ -13,7 +13,6 @@ from __future__ import annotations
 import secrets
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from typing import Self
 
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import (
-    LOOPBACK,
+    ON_LOOPBACK,
     RunStore,
     only_returned_ranks_step,
     publish_step,
@@ -242,12 +241,7 @@ class WorkerGroup:
         died.
         """
         assert self._store is not None
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            "OFFBEAT_INTERFACE": LOOPBACK,
-            SECRET_VARIABLE: secret,
-        }
+        environment = {"OMP_NUM_THREADS": "1", **ON_LOOPBACK, SECRET_VARIABLE: secret}
         local_rank = rank - self._first_rank
         if restart:
             environment |= {RETURN_VARIABLE: str(restart), ELAPSED_VARIABLE: repr(self.seconds)}

@@ -39,8 +39,15 @@ _OTHER_HOSTS_S = 60.0
 """For how long the end of a run waits for ranks of other hosts."""
 
 
-class ScriptRun:
-    """One rank's run of a script.
+def carry_out(
+    config: RunConfig,
+    recipe: ScriptRecipe,
+    recorder: ScriptRecorder,
+    report: Reporter,
+    *,
+    rank: int,
+) -> int:
+    """Run a script to its end, as one rank; returns its exit status.
 
     Args:
         config: of the run.
@@ -49,87 +56,67 @@ class ScriptRun:
         report: hears of a failure.
         rank: of this process.
     """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        recipe: ScriptRecipe,
-        recorder: ScriptRecorder,
-        report: Reporter,
-        *,
-        rank: int,
-    ) -> None:
-        assert config.script is not None
-        self._script: ScriptCommand = config.script
-        self._recipe = recipe
-        self._recorder = recorder
-        self._report = report
-        self._rank = rank
-        self._process = os.getpid()
-        self._sessions = ScriptSessions(recipe, recorder)
-
-    def carry_out(self) -> int:
-        """Run the script to its end; returns its exit status."""
-        error = self._run()
-        if error is None or is_good_end(error):
-            return self._end_well(has_exited=error is not None)
-        self._recorder.abandon()
-        return self._fail(error)
-
-    def _run(self) -> BaseException | None:
-        """What ended the script, if it did not come to its end."""
-        with patched_for(self._recipe, self._sessions), listening(self._recorder):
-            try:
-                run_as_main(self._script)
-            except BaseException as error:  # noqa: BLE001 - however it ended, peers must hear of it
-                if os.getpid() != self._process:
-                    _end_forked(error)
-                with suppress(OffbeatError):
-                    self._sessions.close(error)
-                return error
-            if os.getpid() != self._process:
-                _end_forked(None)
-            self._sessions.close(None)
-        return None
-
-    def _end_well(self, *, has_exited: bool) -> int:
-        # It may have trained in processes of its own, or have left before it made anything, as at
-        # `--help`.
-        has_trained_elsewhere = self._sessions.num_processes or (
-            has_exited and not self._sessions.has_made_anything
-        )
-        complaint = self._sessions.complaint(self._script.path)
-        if complaint is not None:
-            return 0 if has_trained_elsewhere else self._fail(complaint)
-        self._recorder.end()
+    assert config.script is not None
+    script = config.script
+    sessions = ScriptSessions(recipe, recorder)
+    error = _run(script, recipe, sessions, recorder)
+    if error is not None and not is_good_end(error):
+        recorder.abandon()
+        return _fail(error, script, report, rank)
+    if (complaint := sessions.complaint(script.path)) is None:
+        recorder.end()
         return 0
+    # It may have trained in processes of its own, or have left before it made anything, as at
+    # `--help`.
+    has_left = error is not None and not sessions.has_made_anything
+    return 0 if sessions.num_processes or has_left else _fail(complaint, script, report, rank)
 
-    def _fail(self, error: BaseException) -> int:
-        """Say what has gone wrong; returns the exit status."""
-        failure = Failure.of(
-            error, rank=self._rank, has_printed=not isinstance(error, OffbeatError | SystemExit)
-        )
-        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        if isinstance(error, SystemExit):
-            if isinstance(error.code, int):
-                status = error.code
-            else:
-                sys.stderr.write(f"{error.code}\n")  # as Python does
-            failure = replace(failure, message=f"the script called sys.exit({error.code!r})")
-        elif isinstance(error, OffbeatError):
-            failure = replace(failure, message=self._place_of(error) + failure.message)
+
+def _run(
+    script: ScriptCommand,
+    recipe: ScriptRecipe,
+    sessions: ScriptSessions,
+    recorder: ScriptRecorder,
+) -> BaseException | None:
+    """What ended the script, if it did not come to its end."""
+    process = os.getpid()
+    with patched_for(recipe, sessions), listening(recorder):
+        try:
+            run_as_main(script)
+        except BaseException as error:  # noqa: BLE001 - however it ended, peers must hear of it
+            if os.getpid() != process:
+                _end_forked(error)
+            with suppress(OffbeatError):
+                sessions.close(error)
+            return error
+        if os.getpid() != process:
+            _end_forked(None)
+        sessions.close(None)
+    return None
+
+
+def _fail(error: BaseException, script: ScriptCommand, report: Reporter, rank: int) -> int:
+    """Say what has gone wrong; returns the exit status."""
+    has_printed = not isinstance(error, OffbeatError | SystemExit)
+    failure = Failure.of(error, rank=rank, has_printed=has_printed)
+    status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int):
+            status = error.code
         else:
-            shown = error.with_traceback(_of_the_script(error.__traceback__))
-            sys.excepthook(type(shown), shown, shown.__traceback__)
-        self._report(failure)
-        return status
-
-    def _place_of(self, error: BaseException) -> str:
-        """Where the script stood at `error`, to begin a sentence with."""
+            sys.stderr.write(f"{error.code}\n")  # as Python does
+        failure = replace(failure, message=f"the script called sys.exit({error.code!r})")
+    elif isinstance(error, OffbeatError):
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == self._script.path]
-        names_it = str(error).startswith(self._script.path)
-        return f"{self._script.path}, line {lines[-1]}: " if lines and not names_it else ""
+        lines = [frame.lineno for frame in frames if frame.filename == script.path]
+        if lines and not str(error).startswith(script.path):
+            message = f"{script.path}, line {lines[-1]}: {failure.message}"
+            failure = replace(failure, message=message)
+    else:
+        shown = error.with_traceback(_of_the_script(error.__traceback__))
+        sys.excepthook(type(shown), shown, shown.__traceback__)
+    report(failure)
+    return status
 
 
 def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
@@ -203,7 +190,7 @@ def run_supervised(
     patience_s = None if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else _OTHER_HOSTS_S
     recorder = make_recorder(lambda: opened, report, stop_after=config.steps, patience_s=patience_s)
     recipe = make_recipe(config, opened)
-    return ScriptRun(config, recipe, recorder, report, rank=coordinator.rank).carry_out()
+    return carry_out(config, recipe, recorder, report, rank=coordinator.rank)
 
 
 def run_launched(config: RunConfig, out: Path | None) -> int:
@@ -226,7 +213,7 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
     if local := os.environ.get("SLURM_LOCALID"):
         os.environ.setdefault("LOCAL_RANK", local)
     recipe = recipe_for(config.strategy, config.strategy_options)
-    return ScriptRun(config, recipe, recorder, _say, rank=launch.rank).carry_out()
+    return carry_out(config, recipe, recorder, _say, rank=launch.rank)
 
 
 def _say(report: Report) -> None:

@@ -169,8 +169,7 @@ def adopt_state_of_rank_0(
 
 def _broadcast(tensor: torch.Tensor) -> Collective[None]:
     dense = tensor.detach().contiguous()
-    yield Broadcast(
-        dense.reshape(-1).view(torch.uint8), 0
-    )  # as bytes: backends do not know every type
+    # As bytes: backends do not know every type.
+    yield Broadcast(dense.reshape(-1).view(torch.uint8), 0)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)

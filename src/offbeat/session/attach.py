@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from offbeat.codec.option_value import require_at_least, require_one_of, require_positive
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
 from offbeat.session.loggers import LiveMetrics, MetricsLogger
 from offbeat.session.session import ATTACHED_MODELS, Adopted, Finish, Session
 from offbeat.session.sharded import ShardedModel, check_sharded
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy, parse_spec
-from offbeat.strategies.options import require_at_least, require_one_of, require_positive
 from offbeat.transport.connect import (
     RETURN_VARIABLE,
     Connection,
@@ -412,9 +412,8 @@ def _check(
                 " from model.parameters(), after moving the model to its device"
             )
         strategy.check(model, optimizer)
-    if (
-        not returns
-    ):  # such a worker does not know yet how many there are; the others have passed this check
+    # Such a worker does not know yet how many there are; the others have passed this check.
+    if not returns:
         strategy.check_world(world_size)
 
 

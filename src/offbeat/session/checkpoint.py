@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, cast
+from typing import IO, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import safetensors
@@ -213,18 +213,29 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write under a temporary name, flush to disk, rename. What cannot be written whole is
     removed, and `CheckpointError` raised.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with whole_file(path) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
         flush_directory(path.parent)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise cannot_write(path, error) from None
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` once all of it has been written, and is removed if that
+    fails.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

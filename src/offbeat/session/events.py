@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
@@ -37,6 +38,7 @@ from offbeat.callbacks.context import Notices
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
 from offbeat.session.metrics import SessionObserver
+from offbeat.strategies.base import Strategy
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
     active_ddp_module,
@@ -92,8 +94,7 @@ class EventDispatcher:
         driver: is told which step begins.
         observers: are told of each optimizer step.
         notices: for remarks; warnings are issued where one that is an exception harms nobody.
-        acting_at_steps: the name of a strategy that does nothing unless the optimizer is stepped;
-            None for any other.
+        acting: the strategy whose callbacks they are.
 
     Attributes:
         sync: whether backward passes exchange; they accumulate locally inside its `no_sync`.
@@ -112,7 +113,7 @@ class EventDispatcher:
         frozen: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
         has_scaler: bool = False,
         observers: Sequence[SessionObserver] = (),
-        acting_at_steps: str | None = None,
+        acting: Strategy | None = None,
     ) -> None:
         self._model, self._parameters = model, parameters
         self._callbacks = callbacks
@@ -143,7 +144,7 @@ class EventDispatcher:
         ]
         self._needed: NeededParameters | None = None
         self._hears_of_gradients = False
-        self.listen(acting_at_steps)
+        self.listen(acting)
         if optimizer is not None:
             # A loop may compile what steps the optimizer, and what callbacks do is nothing to be
             # compiled.
@@ -155,22 +156,16 @@ class EventDispatcher:
             ]
         self.sync = GradientSync(model, notices.notify)
 
-    def listen(self, acting_at_steps: str | None) -> None:
-        """Look at the callbacks anew: others have taken their place.
-
-        Args:
-            acting_at_steps: as of the class.
-        """
+    def listen(self, acting: Strategy | None) -> None:
+        """Look at the callbacks anew: those of `acting` have taken the place of others."""
         self._num_listening = -1
-        self._watch = (
-            None
-            if acting_at_steps is None
-            else StepWatch(
-                list(self._parameters.values()),
-                strategy=acting_at_steps,
+        self._watch: StepWatch | None = None
+        if acting is not None and acting.acts_at_steps:
+            self._watch = StepWatch(
+                parameters=list(self._parameters.values()),
+                strategy=type(acting).__name__,
                 warn=self._notices.warn,
             )
-        )
         # Once, because a parameter that is frozen by then takes no hook.
         if self._those_with("on_gradient_ready") and not self._hears_of_gradients:
             self._hears_of_gradients = True
@@ -195,11 +190,13 @@ class EventDispatcher:
             }
         return self._listening[event]
 
+    @_without_grad
     def report_failed_pass(self) -> None:
         """If a backward pass was begun and an exception ended it, say so now."""
         if self._is_open and current_backward_pass() == NO_BACKWARD_PASS:
             self._is_open = False
-            self._backward_failed()
+            for callback in self._those_with("on_backward_failed"):
+                callback.on_backward_failed()
 
     def session_ends(self) -> None:
         """The loop has ended well."""
@@ -305,18 +302,12 @@ class EventDispatcher:
             self._watch.backward_done()
 
     @_without_grad
-    def _backward_failed(self) -> None:
-        for callback in self._those_with("on_backward_failed"):
-            callback.on_backward_failed()
-
-    @_without_grad
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.report_failed_pass()
         self._refuse_added(optimizer)
-        if self._watch is not None:
-            self._watch.stepped()
+        self._watch = None
         if not (self._has_scaler or self.num_steps):
             refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -409,6 +400,7 @@ class GradientSync:
     would exchange in each backward pass.
 
     A name that the model has already, and that no session has left there, stays as it is.
+    `model.no_sync` is this object; copies of the model have a context that does nothing.
 
     Args:
         model: the root module.
@@ -418,9 +410,10 @@ class GradientSync:
     def __init__(self, model: torch.nn.Module, notify: Callable[[str], None]) -> None:
         self._model = model
         self._set: list[str] = []
-        for name, value in ((_FLAG, True), (_CONTEXT, _NoSync(self))):
+        for name, value in ((_FLAG, True), (_CONTEXT, self)):
             own = getattr(model, name, None)
-            if own is None or _is_of_a_copy(own) or isinstance(own, bool):
+            is_of_a_copy = isinstance(own, partial) and own.func is nullcontext
+            if own is None or is_of_a_copy or isinstance(own, bool):
                 setattr(model, name, value)
                 self._set.append(name)
             else:
@@ -435,7 +428,7 @@ class GradientSync:
         return bool(getattr(self._model, _FLAG, True))
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def __call__(self) -> Iterator[None]:
         """Backward passes inside accumulate locally."""
         before = self.wanted
         self._write(wanted=False)
@@ -453,29 +446,11 @@ class GradientSync:
         if _FLAG in self._set:
             setattr(self._model, _FLAG, wanted)
 
-
-class _NoSync:
-    """What `model.no_sync` is. Copies of the model, and what is pickled of it, get a context that
-    does nothing.
-    """
-
-    def __init__(self, sync: GradientSync) -> None:
-        self._sync = sync
-
-    def __call__(self) -> AbstractContextManager[None]:
-        return self._sync.no_sync()
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return partial(nullcontext)
-
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object]]:
         return partial, (nullcontext,)
 
 
-def _is_of_a_copy(value: object) -> bool:
-    return isinstance(value, partial) and value.func is nullcontext
-
-
+@dataclass(kw_only=True)
 class StepWatch:
     """Notices a loop that does not step the attached optimizer, where the strategy acts at steps.
 
@@ -488,52 +463,38 @@ class StepWatch:
         warn: is told what is wrong.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        *,
-        strategy: str,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._parameters = parameters
-        self._strategy = strategy
-        self._warn = warn
-        self._num_passes = 0
-        self._next_look = _FIRST_LOOK
-        self._first: list[torch.Tensor] = []
-        self._over = False
+    parameters: Sequence[torch.Tensor]
+    strategy: str
+    warn: Callable[[str], None]
+    _num_passes: int = 0
+    _next_look: int = _FIRST_LOOK
+    _first: Sequence[torch.Tensor] = ()  # none, too, once all has been said
 
     def backward_done(self) -> None:
-        """A backward pass is over."""
-        if self._over:
-            return
+        """A backward pass is over, and no step was seen before it."""
         self._num_passes += 1
         if self._num_passes == 1:
             self._first = self._samples()
-        elif self._num_passes == self._next_look:
+        elif self._first and self._num_passes == self._next_look:
             self._next_look *= 4
             if not all(map(torch.equal, self._samples(), self._first)):
                 self._say("and parameters have changed all the same")
 
-    def stepped(self) -> None:
-        """The optimizer is being stepped."""
-        self._over, self._first = True, []
-
     def session_ends(self) -> None:
         """No step will follow."""
-        if self._num_passes and not self._over:
+        if self._first:
             self._say("and the session ends")
 
     def _say(self, what: str) -> None:
-        self.stepped()
-        self._warn(
+        self._first = ()
+        self.warn(
             f"the attached optimizer was not stepped in {self._num_passes} backward passes,"
-            f" {what}: {self._strategy} acts when it is stepped, so it has done nothing to the"
+            f" {what}: {self.strategy} acts when it is stepped, so it has done nothing to the"
             " model. Attach the optimizer that your loop steps, and change parameters by its step"
         )
 
     def _samples(self) -> list[torch.Tensor]:
-        return [p.detach().reshape(-1)[:_SAMPLE].clone() for p in self._parameters]
+        return [p.detach().reshape(-1)[:_SAMPLE].clone() for p in self.parameters]
 
 
 class NeededParameters:

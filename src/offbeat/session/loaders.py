@@ -30,12 +30,7 @@ from offbeat.collectives.dense import gather_values
 from offbeat.errors import CheckpointError, ConfigError, MismatchError, OffbeatError
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import ClaimLog, SampleRange
-from offbeat.megabatch.fetching import (
-    Fetcher,
-    MapStyle,
-    ReadAhead,
-    require_map_style,
-)
+from offbeat.megabatch.fetching import Fetcher, MapStyle, ReadAhead, require_map_style
 from offbeat.megabatch.loader import DispatchLoader, data_description, order_of
 from offbeat.session.agreement import agree, answer_of, require_agreement
 from offbeat.transport.driver import Driver, Stream
@@ -58,23 +53,6 @@ class DataSource:
     loader: DataLoader[Any]
     batch_size: int | None
     shuffles: bool = True
-
-    def fetcher(self, *, claims_ahead: int | None, seed: int, rank: int) -> Fetcher:
-        """Reads the batches.
-
-        Args:
-            claims_ahead: how many batches are read ahead, each by a worker process; None: as many
-                as the DataLoader would.
-            seed: of the random numbers of worker processes, with the rank.
-            rank: this rank.
-        """
-        num_workers = self.loader.num_workers
-        processes, each = num_workers, self.loader.prefetch_factor or 1
-        if claims_ahead is not None:
-            processes, each = min(claims_ahead, num_workers), 1
-        return ReadAhead(
-            self.loader, num_processes=processes, batches_each=each, seed=seed, rank=rank
-        )
 
 
 def data_source(
@@ -230,8 +208,15 @@ def make_loader(
             "drop_last of the DataLoader has no effect: each sample is shared out once an"
             " epoch, in batches of which none is a small remnant"
         )
-    fetcher = source.fetcher(
-        claims_ahead=None if policy is None else claims_ahead or 1, seed=seed, rank=driver.rank
+    num_workers, batches_each = source.loader.num_workers, source.loader.prefetch_factor or 1
+    if policy is not None:
+        num_workers, batches_each = min(claims_ahead or 1, num_workers), 1
+    fetcher = ReadAhead(
+        source.loader,
+        num_processes=num_workers,
+        batches_each=batches_each,
+        seed=seed,
+        rank=driver.rank,
     )
     if policy is None:
         others = [each for each in callbacks if isinstance(each, LockstepLoader)]

@@ -228,9 +228,6 @@ class LiveMetrics(SessionObserver):
 
     @override
     def closed(self, error: BaseException | None) -> None:
-        self.end()
-
-    def end(self) -> None:
         """Close the loggers: nothing more comes."""
         for logger in list(self._loggers):
             try:

@@ -12,7 +12,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
@@ -26,15 +26,10 @@ from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.codec.option_value import require_positive
 from offbeat.codec.tally import all_finite
 from offbeat.collectives.dense import gather_values
-from offbeat.errors import (
-    CheckpointError,
-    ConfigError,
-    OffbeatError,
-    PeerError,
-    UnsupportedError,
-)
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
@@ -247,7 +242,7 @@ class Session:
                 driver=self._driver,
                 observers=self.observers,
                 notices=self._notices,
-                acting_at_steps=_acting_at_steps(self.acting),
+                acting=self.acting,
             )
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
@@ -297,10 +292,7 @@ class Session:
         stale contributions in its averages so far, and "kl_scale", by what `kl_clip` of K-FAC
         multiplied the last step, in (0, 1]. Empty where there is none. Not collective.
         """
-        found: dict[str, float] = {}
-        for callback in self._callbacks:
-            found |= callback.gauges()
-        return found
+        return {k: v for callback in self._callbacks for k, v in callback.gauges().items()}
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -351,8 +343,7 @@ class Session:
                 or another one.
         """
         self._check_open("clip_grad_norm_")
-        if not max_norm > 0:
-            raise ConfigError(f"max_norm must be greater than 0, got {max_norm!r}")
+        require_positive("max_norm", max_norm)
         self._max_norm = max_norm
         with torch.no_grad():
             for callback in self._callbacks:
@@ -498,14 +489,12 @@ class Session:
             )
         self._on_merge.append(callback)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate locally; the next one outside exchanges everything
         accumulated. While attached the model has it too, as `model.no_sync`, where frameworks look
         for it.
         """
-        with self._events.sync.no_sync():
-            yield
+        return self._events.sync()
 
     def averaged_model(self) -> torch.nn.Module:
         """A copy of the model that holds the mean over all ranks, to evaluate and to save.
@@ -556,6 +545,12 @@ class Session:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """What the session trains of the model, and its buffers."""
         return {**self._parameters, **self._buffers_of(self._model)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What `averaged_tensors` has means of, by name: the model's own, and no copies."""
+        reshard_modules(self._model)
+        wholes = {name: whole_of(parameter) for name, parameter in self._parameters.items()}
+        return {**wholes, **self._buffers_of(self._model)}
 
     def averaged_state_dict(self) -> dict[str, Any]:
         """`state_dict()` of `averaged_model`, without a copy of the model; with DTensors where the
@@ -668,7 +663,7 @@ class Session:
         self.acting = strategy
         self._built = list(strategy.build(replace(self._context, num_steps=num_steps)))
         self._callbacks[:] = [*self._built, *others]
-        self._events.listen(_acting_at_steps(strategy))
+        self._events.listen(strategy)
         if self._max_norm is not None:
             for callback in self._built:
                 callback.clip_as_loop_does(self._max_norm)
@@ -790,20 +785,13 @@ class Session:
             return
         if "ranks" in state:
             state = of_rank(state, self.world_size, self.rank)
-        for key, here in (
-            ("strategy", self.strategy.name),
-            ("world_size", self.world_size),
-            ("rank", self.rank),
-        ):
+        mine = {"strategy": self.strategy.name, "world_size": self.world_size, "rank": self.rank}
+        for key, here in mine.items():
             with naming_misfit("the session's state"):
                 saved = state.get(key)
                 fits = type(saved) is type(here) and saved == here
             if not fits:
-                fix = (
-                    "; offbeat.reshard shares old ranks' states out anew"
-                    if key == "world_size"
-                    else ""
-                )
+                fix = "; offbeat.reshard shares old ranks' states out anew" * (key == "world_size")
                 raise CheckpointError(
                     f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
                 )
@@ -1075,11 +1063,6 @@ class Session:
             generations.close()
             raise
         return generations
-
-
-def _acting_at_steps(strategy: Strategy) -> str | None:
-    """The strategy's name where it does nothing unless the optimizer is stepped."""
-    return type(strategy).__name__ if strategy.acts_at_steps else None
 
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -56,6 +56,7 @@ from offbeat.arithmetic.costs import LinkCost
 from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import Context
 from offbeat.codec.device_copies import fastest_s
+from offbeat.codec.option_value import require_one_of
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError, PeerError
 from offbeat.gradients.collective_choice import measured_costs, probe_pairs
@@ -73,7 +74,6 @@ from offbeat.strategies.choice import (
     in_vain,
     outlook,
 )
-from offbeat.strategies.options import require_one_of
 from offbeat.weights.optimizer_state import divides_by_squares
 
 _SEEN: Final = 15

@@ -69,13 +69,14 @@ from offbeat.codec.described_options import (
     Positive,
     check_options,
 )
+from offbeat.codec.option_value import require_at_least, require_one_of
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.quorum import Quorum
 from offbeat.strategies.averaging import AveragingStrategy, inform_of_short_steps
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.options import refuse_idle, require_at_least, require_one_of, require_real
+from offbeat.strategies.options import refuse_idle, require_real
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 

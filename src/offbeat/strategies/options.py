@@ -4,31 +4,12 @@ fix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 
-from offbeat.errors import ConfigError, UnsupportedError, nearest
-
-
-def require_positive(name: str, value: float) -> None:
-    if not (isinstance(value, SupportsFloat) and float(value) > 0):
-        raise ConfigError(f"{name} must be greater than 0, got {value!r}")
-
-
-def require_at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, got"
-            f" {value!r}{nearest(str(value), allowed)}"
-        )
+from offbeat.errors import ConfigError, UnsupportedError
 
 
 def refuse_idle(strategy: Any, *names: str, because: str) -> None:

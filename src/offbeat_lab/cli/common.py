@@ -26,13 +26,7 @@ CLUSTER: Final = "The cluster"
 LENGTH: Final = "How long"
 OUTPUT: Final = "Record and output"
 
-NATIVE_NAMES: Final = (
-    "ddp",
-    "ddp-fp16",
-    "ddp-bf16",
-    "ddp-powersgd",
-    "post-localsgd",
-)
+NATIVE_NAMES: Final = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "post-localsgd")
 """Those of `offbeat_lab.native`, which imports torch."""
 
 

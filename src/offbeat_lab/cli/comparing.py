@@ -190,10 +190,8 @@ class ComparisonDisplay:
                     for rank in range(self._num_workers)
                 ),
             )
-        table.caption, table.caption_justify = (
-            "w0, w1, ...: share of its time each worker waits",
-            "left",
-        )
+        table.caption = "w0, w1, ...: share of its time each worker waits"
+        table.caption_justify = "left"
         return table
 
     def _show(self) -> None:

@@ -15,23 +15,14 @@ from rich.table import Table
 from offbeat.errors import ConfigError
 from offbeat_lab.cli.common import print_line, require_writable, working
 from offbeat_lab.doctor import Diagnosis, diagnose
-from offbeat_lab.doctor.diagnosis import (
-    ALONE,
-    cluster_of,
-    display_link,
-    display_seconds,
-    within,
-)
+from offbeat_lab.doctor.diagnosis import ALONE, cluster_of, display_link, display_seconds, within
 from offbeat_lab.doctor.facts import Finding
 from offbeat_lab.doctor.measure import Measurement
 from offbeat_lab.plan.plans import PlanRequest, make_plan, usual_strategies
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import named_profile
 
-_MARKS = {
-    "ok": "[green]ok[/green]",
-    "missing": "[yellow]missing[/yellow]",
-}
+_MARKS = {"ok": "[green]ok[/green]", "missing": "[yellow]missing[/yellow]"}
 _PAIRS_SHOWN = 10
 
 

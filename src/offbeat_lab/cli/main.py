@@ -14,12 +14,7 @@ import typer
 
 import offbeat
 from offbeat.run.command import errors_in_a_line
-from offbeat_lab.cli.common import (
-    NATIVE_NAMES,
-    JsonFlag,
-    complete_strategy,
-    write_page,
-)
+from offbeat_lab.cli.common import NATIVE_NAMES, JsonFlag, complete_strategy, write_page
 from offbeat_lab.cli.planning import plan, profile
 from offbeat_lab.cli.training import compare, demo, run, train
 

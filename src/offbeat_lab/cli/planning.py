@@ -107,12 +107,7 @@ def plan(
         language_model,
         read_shape,
     )
-    from offbeat_lab.plan.plans import (
-        PlanRequest,
-        make_plan,
-        plan_as_json,
-        usual_strategies,
-    )
+    from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json, usual_strategies
     from offbeat_lab.plan.steps_to_target import steps_to_target
 
     if out is not None:
@@ -134,11 +129,8 @@ def plan(
         raise ConfigError("--out is where --check writes a profile; a plan is printed, or --json")
     if dtype not in ("", "float32", "bfloat16"):
         raise ConfigError(f"--dtype is {dtype!r}; allowed are bfloat16 and float32")
-    for name, number in (
-        ("accumulate", accumulate),
-        ("island", island),
-        ("batch-size", batch_size),
-    ):
+    numbers = {"accumulate": accumulate, "island": island, "batch-size": batch_size}
+    for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; allowed is 1 or more")
     if config is None:

@@ -173,10 +173,8 @@ class Cluster(DescribedModel):
         """Refuse a fault that nothing can do to the state the worker is in."""
         states: defaultdict[int, set[Action]] = defaultdict(set)
         for fault in self.faults:
-            state, when = (
-                states[fault.worker],
-                f"worker {fault.worker} at {display_duration(fault.at_s)}",
-            )
+            state = states[fault.worker]
+            when = f"worker {fault.worker} at {display_duration(fault.at_s)}"
             needed = _UNDOES.get(fault.action)
             if "kill" in state and needed != "kill":
                 raise InvalidClusterError(
@@ -207,9 +205,8 @@ class Cluster(DescribedModel):
         """
         delays_s: dict[int, float] = {}
         for number, late in enumerate(self.straggling):
-            draws = np.random.default_rng(
-                (self.seed, number, 1, step)
-            )  # the 1 keeps it apart from (seed, number), zero-padded
+            # The 1 keeps it apart from (seed, number), zero-padded.
+            draws = np.random.default_rng((self.seed, number, 1, step))
             if draws.random() >= late.probability:
                 continue
             if isinstance(late.workers, int):
@@ -293,25 +290,16 @@ class Cluster(DescribedModel):
         """
         return Cluster(**{**self.fields(), "speeds": self.speed_pattern, **values})
 
-    def with_workers(self, workers: int) -> Cluster:
-        """The same cluster with another number of workers; the pattern of speeds is repeated.
-
-        Raises:
-            ConfigError: a pattern that does not fit into so few, or a fault, link or delay of a
-                worker that is left out.
-        """
-        return self.changed(workers=workers)
-
     def left_with(self, workers: int) -> Cluster:
-        """As `with_workers`, for a run that goes on with so many: what names workers left out
-        is left out.
+        """The same cluster for a run that goes on with so many workers: what names workers left out
+        is left out, and the pattern of speeds is repeated.
 
         Raises:
             ConfigError: a pattern of speeds that does not fit into so few, since it is unknown
                 whose speed is to go.
         """
         if workers >= self.workers:
-            return self.with_workers(workers)
+            return self.changed(workers=workers)
         late = [
             entry.model_copy(update={"workers": who})
             for entry in self.straggling

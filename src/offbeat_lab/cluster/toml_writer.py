@@ -61,6 +61,5 @@ def _value(field: str, value: object) -> str:
         return f'"{rate_text(value)}"'
     if isinstance(value, float) and field.endswith("_s"):
         return f'"{duration_text(value)}"'
-    return json.dumps(
-        value, ensure_ascii=False
-    )  # of printable text, whole numbers and finite ones TOML is a superset
+    # Of printable text, whole numbers and finite ones TOML is a superset.
+    return json.dumps(value, ensure_ascii=False)

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat.run.coordination import LOOPBACK, serve_store
+from offbeat.run.coordination import ON_LOOPBACK, serve_store
 from offbeat.transport.connect import launched
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.cluster.quantities import display_duration, display_rate, rounded
@@ -182,13 +182,9 @@ def measure_locally(workers: int) -> Measurement:
 def start_measurement_worker(
     place: dict[str, str], said: IO[bytes], complained: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    loopback = {
-        "OFFBEAT_INTERFACE": LOOPBACK,
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
     return subprocess.Popen(
         [sys.executable, "-m", "offbeat_lab.doctor.worker"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | loopback | place,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | ON_LOOPBACK | place,
         stdin=subprocess.DEVNULL,
         stdout=said,
         stderr=complained,

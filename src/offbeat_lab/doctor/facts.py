@@ -114,15 +114,7 @@ def _machine() -> Iterator[Finding]:
     )
 
 
-def _there(
-    name: str,
-    there: bool,
-    *,
-    yes: str,
-    no: str,
-    remedy: str,
-    value: str = "",
-) -> Finding:
+def _there(name: str, there: bool, *, yes: str, no: str, remedy: str, value: str = "") -> Finding:
     if there:
         return Finding(name=name, state="ok", value=value, means=yes)
     return Finding(name=name, state="missing", value=value, means=no, remedy=remedy)

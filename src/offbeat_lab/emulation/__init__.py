@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from offbeat.errors import ConfigError
 from offbeat.run.config import EmulationMode
+from offbeat.run.coordination import LOOPBACK, ON_LOOPBACK
 from offbeat.run.local_worker import Placement
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.emulation import leftovers
@@ -26,8 +26,6 @@ __all__ = ["Emulation", "Placement", "clean", "emulate"]
 
 
 T = TypeVar("T")
-
-_LOOPBACK = "127.0.0.1"
 
 
 def emulate(cluster: Cluster, *, mode: EmulationMode = "auto") -> Emulation:
@@ -86,7 +84,7 @@ class LoopbackEmulation(Emulation):
         reason: str | None = None,
         limit_compute: bool = True,
     ) -> None:
-        self.store_address = _LOOPBACK
+        self.store_address = LOOPBACK
         self._name: EmulationName | None = None
         self._holder = os.getpid()
         notices = _network_notices(cluster, kind, reason)
@@ -110,14 +108,7 @@ class LoopbackEmulation(Emulation):
         )
 
     def placement(self, worker: int) -> Placement:
-        interface = "lo0" if sys.platform == "darwin" else "lo"
-        return Placement(
-            environment={
-                "OFFBEAT_INTERFACE": _LOOPBACK,
-                "GLOO_SOCKET_IFNAME": interface,
-                "MASTER_ADDR": _LOOPBACK,
-            }
-        )
+        return Placement(environment={**ON_LOOPBACK, "MASTER_ADDR": LOOPBACK})
 
     def set_link(self, worker: int, *, up: bool) -> bool:
         return False

@@ -75,8 +75,7 @@ def check_links(name: EmulationName, cluster: Cluster) -> list[LinkCheck]:
     by itself.
 
     Where links keep their rate only by themselves, it is the machine that cannot carry them all:
-        the check says so
-    (`together=False`), and measurements on it stay below the rate asked for.
+    the check says so (`together=False`), and measurements on it stay below the rate asked for.
 
     Raises:
         ConfigError: a link does not reach `LEAST_SHARE` of its rate even by itself.

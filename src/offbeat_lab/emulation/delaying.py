@@ -201,7 +201,8 @@ class _LateMessage:
         """What is left to wait for once the message is here."""
         if self._rest is None:
             try:
-                self._take_in()
+                if not self._arrived:
+                    self._arrived.append(self._delaying.unstamp(self._peer, self._ticket.wait()))
             except OffbeatError as error:
                 self._rest = Raised(error)
             else:
@@ -209,11 +210,6 @@ class _LateMessage:
                     min(self._arrived[0][0], self._deadline_s), self._channel
                 )
         return self._rest
-
-    def _take_in(self) -> None:
-        if self._arrived:
-            return
-        self._arrived.append(self._delaying.unstamp(self._peer, self._ticket.wait()))
 
 
 class _LateMessageOfAny:

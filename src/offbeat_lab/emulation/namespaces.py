@@ -21,10 +21,7 @@ from offbeat.run.local_worker import Placement
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration, display_rate, rounded
 from offbeat_lab.emulation import leftovers
-from offbeat_lab.emulation.base import (
-    Emulation,
-    MissingMeansError,
-)
+from offbeat_lab.emulation.base import Emulation, MissingMeansError
 from offbeat_lab.emulation.check import LEAST_SHARE, check_links
 from offbeat_lab.emulation.commands import NAMESPACES, call_in, path_of, run_batch, run_shell
 from offbeat_lab.emulation.plan import (
@@ -328,10 +325,9 @@ class DelayLines:
     def _attach(self, worker: int, latency_s: float) -> None:
         into, out, again, back = (f"{letter}{worker}" for letter in "abcd")
         for sender, receiver in ((into, out), (again, back)):
-            _ethtool(sender, _SET_TSO, 0)  # only then
-            _ethtool(
-                receiver, _SET_GRO, 1
-            )  # the receiver has a queue that can be polled by a timer
+            # Only then the receiver has a queue that can be polled by a timer.
+            _ethtool(sender, _SET_TSO, 0)
+            _ethtool(receiver, _SET_GRO, 1)
         delay_s = max(0.0, latency_s - PATH_S - tick_s(latency_s) / 2)
         port, circle, first = (
             socket.if_nametoindex(device) for device in (f"w{worker}", again, into)

@@ -181,9 +181,8 @@ def set_up_worker(worker: int) -> list[str]:
     """For `ip` in the worker's namespace."""
     return [
         "link set lo up",
-        *(
-            f"link set {device} addrgenmode none" for device in (DATA, CONTROL)
-        ),  # no IPv6, which would send of itself
+        # No IPv6, which would send of itself.
+        *(f"link set {device} addrgenmode none" for device in (DATA, CONTROL)),
         f"addr add {data_address(worker)}/32 dev {DATA}",
         f"link set {DATA} up",
         f"route add 10.201.0.0/16 via {HUB_DATA_ADDRESS} dev {DATA} onlink",

@@ -73,21 +73,20 @@ class Quotas:
         share.
         """
         try:
-            _write(self._path(worker) / "cgroup.procs", str(pid))
+            (self._path(worker) / "cgroup.procs").write_text(str(pid))
         except ProcessLookupError:
             return
 
     def set_speed(self, worker: int, speed: float) -> None:
         quota_us, period_us = quota(speed * self._cores_per_speed)
         if self._hierarchy.version == 2:
-            _write(self._path(worker) / "cpu.max", f"{quota_us} {period_us}")
+            (self._path(worker) / "cpu.max").write_text(f"{quota_us} {period_us}")
             return
         group = self._path(worker)
-        _write(
-            group / "cpu.cfs_quota_us", "-1"
-        )  # the kernel checks each number against the other's old value
-        _write(group / "cpu.cfs_period_us", str(period_us))
-        _write(group / "cpu.cfs_quota_us", str(quota_us))
+        # The kernel checks each number against the other's old value.
+        (group / "cpu.cfs_quota_us").write_text("-1")
+        (group / "cpu.cfs_period_us").write_text(str(period_us))
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
 
     def close(self) -> None:
         """Remove the groups. Idempotent; processes still in them must have ended."""
@@ -164,11 +163,7 @@ def members(group: Path) -> set[int]:
 def _delegate(group: Path) -> None:
     """Let groups below have the cpu controller."""
     if "cpu" not in (group / "cgroup.subtree_control").read_text().split():
-        _write(group / "cgroup.subtree_control", "+cpu")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
+        (group / "cgroup.subtree_control").write_text("+cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,13 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from offbeat_lab.native.base import Native
-from offbeat_lab.native.ddp import (
-    DDP,
-    BFloat16,
-    Float16,
-    PostLocalSGD,
-    PowerSGDHook,
-)
+from offbeat_lab.native.ddp import DDP, BFloat16, Float16, PostLocalSGD, PowerSGDHook
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 NATIVE: Final[Mapping[str, type[Native]]] = {

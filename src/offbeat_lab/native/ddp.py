@@ -67,12 +67,6 @@ def hooked(module: DistributedDataParallel, hook: Hook, meter: CommunicationMete
     module.register_comm_hook(None, timed)
 
 
-def _everyone() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 @dataclass(frozen=True, kw_only=True)
 class DDP(Native):
     """DistributedDataParallel: dense all-reduce of buckets during the backward pass."""
@@ -100,7 +94,8 @@ class DDP(Native):
         def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             buffer = bucket.buffer()
             meter.reduced(buffer.numel() * (self._bytes_per_element or buffer.element_size()))
-            return type(self).torch_hook(_everyone(), bucket)
+            assert dist.group.WORLD is not None
+            return type(self).torch_hook(dist.group.WORLD, bucket)
 
         return hook
 

@@ -45,10 +45,8 @@ class CommunicationMeter:
     def reduced(self, num_bytes: int, num_collectives: int = 1) -> None:
         """All-reduces of `num_bytes` altogether were begun."""
         hops = self.world_size - 1
-        share, num_messages = (
-            -(-2 * hops * num_bytes // self.world_size),
-            2 * hops * num_collectives,
-        )
+        share = -(-2 * hops * num_bytes // self.world_size)
+        num_messages = 2 * hops * num_collectives
         self.bytes_sent += share
         self.messages_sent += num_messages
         self._reducing = True

@@ -31,6 +31,7 @@ from offbeat_lab.plan.predictions import predict_recipe, setting_of, with_window
 from offbeat_lab.plan.profile import Checked, ModelProfile
 from offbeat_lab.plan.script_timing import measure_script
 from offbeat_lab.plan.simulation import PAYLOAD_SHARE, Setting
+from offbeat_lab.plan.steps_to_target import require_model
 from offbeat_lab.records import Record
 
 WITHIN: Final = 0.15
@@ -156,11 +157,7 @@ def check_comparison(directory: Path, profile: ModelProfile | None = None) -> Ch
             " that was made with one, as by offbeat compare --link 1gbit"
         )
     model = _measured_profile(runs) if profile is None else profile
-    if comparison.num_parameters not in (0, model.num_elements):
-        raise ConfigError(
-            f"profile {model.name!r} has {model.num_elements} parameters, and {directory} trained"
-            f" a model of {comparison.num_parameters}; give the profile of that model"
-        )
+    require_model(comparison, directory, model)
     cluster = _on_one_machine(comparison)
     alone = [directory / f"runs/{ALONE}-seed-{seed}" for seed in comparison.seeds]
     fitted = _as_alone(model, cluster, [path for path in alone if path.exists()])

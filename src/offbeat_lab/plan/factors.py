@@ -41,7 +41,6 @@ class FactorTimer:
         self._factors_s: list[float] = []
         self._precondition_s: list[float] = []
         self._before_s: Mapping[str, float] = {}
-        self._num_steps = 0
         for block in self._blocks:
             block.module.register_forward_hook(partial(self._note_positions, block))
 
@@ -51,15 +50,12 @@ class FactorTimer:
 
     def step_ended(self, session: Session) -> None:
         """Take down what a step took; the first one is not typical."""
-        self._num_steps += 1
         kfac = next(each for each in session.callbacks if each.state_key == "kfac")
         spent_s = kfac.counters()
-        for name, found in (
-            ("factor_s", self._factors_s),
-            ("precondition_s", self._precondition_s),
-        ):
-            if self._num_steps > 1:
-                found.append(spent_s[name] - self._before_s[name])
+        if self._before_s:
+            self._factors_s.append(spent_s["factor_s"] - self._before_s["factor_s"])
+            before_s = self._before_s["precondition_s"]
+            self._precondition_s.append(spent_s["precondition_s"] - before_s)
         self._before_s = spent_s
 
     def complete(self, profile: ModelProfile, source: str) -> ModelProfile:

@@ -304,13 +304,7 @@ def language_model(
         name=f"{num_elements / 1e9:.3g} billion parameters",
         device=device.name,
         on_gpu=True,
-        batches=(
-            TimedBatch(
-                batch_size=batch_size,
-                forward_s=FORWARD_SHARE * passes_s,
-                backward_s=(1 - FORWARD_SHARE) * passes_s,
-            ),
-        ),
+        batches=(TimedBatch.of(batch_size, passes_s, forward=FORWARD_SHARE),),
         # Adam reads weight, gradient and moments, and writes all but the gradient.
         optimizer_s=(3 + 2 * moments) * element_bytes * num_elements / bytes_per_s,
         tensors=tensors,

@@ -61,6 +61,12 @@ class TimedBatch:
     forward_s: float
     backward_s: float
 
+    @classmethod
+    def of(cls, batch_size: int, seconds: float, *, forward: float) -> TimedBatch:
+        """Both passes take `seconds`, of which the forward pass has the share `forward`."""
+        forward_s = forward * seconds
+        return cls(batch_size=batch_size, forward_s=forward_s, backward_s=seconds - forward_s)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecCost:
@@ -408,11 +414,7 @@ class ModelProfile:
     def with_step(self, *, batch_size: int, forward_backward_s: float, device: str) -> ModelProfile:
         """The same model on another device, where a batch takes so long."""
         share = self.batch.forward_s / (self.batch.forward_s + self.batch.backward_s)
-        timed = TimedBatch(
-            batch_size=batch_size,
-            forward_s=share * forward_backward_s,
-            backward_s=(1 - share) * forward_backward_s,
-        )
+        timed = TimedBatch.of(batch_size, forward_backward_s, forward=share)
         return replace(self, batches=(timed,), padding_s=0.0, device=device)
 
     def accumulated(self, batches: int) -> ModelProfile:

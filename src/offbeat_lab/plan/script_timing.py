@@ -137,29 +137,42 @@ def _run(script: ScriptCommand, asked: _Asked) -> ModelProfile:
     raise ConfigError(f"{script.path} could not be profiled:\n{done.stdout[-_TAIL:].strip()}")
 
 
-class ScriptTimer(ScriptListener):
-    """Times steps and then ends the script.
+class _Enough(SystemExit):
+    """Everything is timed. The script's own `finally` clauses are carried out."""
 
-    Args:
-        timer: of the steps.
-        enough: is called when all are timed.
+
+class _Watching(ScriptListener):
+    """Watches what a script trains, and ends the script when all is timed.
 
     Attributes:
         optimizers: that the script has made.
     """
 
-    def __init__(self, timer: StepTimer, enough: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._timer = timer
-        self._enough = enough
-        self._main: torch.optim.Optimizer | None = None
-        self._model: torch.nn.Module | None = None
-        self._has_seen_samples = False
         self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
 
     def remove(self) -> None:
         """Watch no forward pass any more."""
         self._hook.remove()
+
+    @override
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.append(optimizer)
+
+    def _forward(self, module: torch.nn.Module, args: Any) -> None:
+        """`module` is called with `args`."""
+
+
+class ScriptTimer(_Watching):
+    """Times steps by `timer`."""
+
+    def __init__(self, timer: StepTimer) -> None:
+        super().__init__()
+        self._timer = timer
+        self._main: torch.optim.Optimizer | None = None
+        self._model: torch.nn.Module | None = None
+        self._has_seen_samples = False
 
     @property
     def frozen_bytes(self) -> int:
@@ -170,7 +183,7 @@ class ScriptTimer(ScriptListener):
 
     @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizers.append(optimizer)
+        super().optimizer_made(optimizer)
         optimizer.register_step_post_hook(self._stepped)
 
     @override
@@ -201,30 +214,21 @@ class ScriptTimer(ScriptListener):
         if optimizer is self._main:
             self._timer.step_ended()
             if self._timer.is_done:
-                self._enough()
+                raise _Enough(0)
 
 
-class ScriptFactors(ScriptListener):
-    """Attaches K-FAC to what the script trains, and ends the script when factors were timed.
-
-    Args:
-        enough: is called when all are.
+class ScriptFactors(_Watching):
+    """Attaches K-FAC to what the script trains, and times its factors.
 
     Attributes:
         timer: of the factors; None: nothing was attached so far.
     """
 
-    def __init__(self, enough: Callable[[], None]) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.timer: FactorTimer | None = None
-        self._enough = enough
         self._session: Session | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
         self._scaler: torch.amp.GradScaler | None = None
-        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
-
-    def remove(self) -> None:
-        """Watch no forward pass any more."""
-        self._hook.remove()
 
     def attached(
         self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -235,19 +239,15 @@ class ScriptFactors(ScriptListener):
             optimizer.register_step_post_hook(self._stepped)
 
     @override
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers.append(optimizer)
-
-    @override
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
 
     def _forward(self, module: torch.nn.Module, args: Any) -> None:
         """The first module that is called and holds all that is trained is what is trained."""
-        if self._session is not None or not (self._optimizers and torch.is_grad_enabled()):
+        if self._session is not None or not (self.optimizers and torch.is_grad_enabled()):
             return
         model = module.module if isinstance(module, DistributedDataParallel) else module
-        optimizer = max(self._optimizers, key=_size)
+        optimizer = max(self.optimizers, key=_size)
         if {id(p) for p in _parameters(optimizer)} <= {id(p) for p in model.parameters()}:
             session = attach_through(
                 lambda driver: driver, model, optimizer, STRATEGY, scaler=self._scaler
@@ -259,7 +259,7 @@ class ScriptFactors(ScriptListener):
         assert self.timer is not None
         self.timer.step_ended(self._session)
         if self.timer.is_done:
-            self._enough()
+            raise _Enough(0)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -270,19 +270,9 @@ def _size(optimizer: torch.optim.Optimizer) -> int:
     return sum(parameter.numel() for parameter in _parameters(optimizer))
 
 
-class _Enough(SystemExit):
-    """Everything is timed. The script's own `finally` clauses are carried out."""
-
-
-def _enough() -> None:
-    raise _Enough(0)
-
-
-def _run_until_enough(
-    script: ScriptCommand, listener: ScriptTimer | ScriptFactors, override: AttachOverride
-) -> None:
+def _run_until_enough(script: ScriptCommand, listener: _Watching, override: AttachOverride) -> None:
     """Run `script` in this process, with DistributedDataParallel that exchanges nothing, until
-    `_enough` is called.
+    all is timed.
     """
     try:
         with ExitStack() as stack:
@@ -304,7 +294,7 @@ def time_factors(script: ScriptCommand, profile: ModelProfile) -> ModelProfile:
     Raises:
         ConfigError: nothing of it can be trained with K-FAC, or it ended before that.
     """
-    listener = ScriptFactors(_enough)
+    listener = ScriptFactors()
     override = AttachOverride(
         replace=lambda _: STRATEGY, wrap=lambda driver: driver, attached=listener.attached
     )
@@ -325,7 +315,7 @@ def time_script(script: ScriptCommand, *, steps: int, batch_size: int | None) ->
     override = AttachOverride(
         replace=lambda _: NoExchange(), wrap=lambda driver: driver, attached=lambda *_: None
     )
-    listener = ScriptTimer(timer, _enough)
+    listener = ScriptTimer(timer)
     _run_until_enough(script, listener, override)
     if not timer.is_done:
         raise ConfigError(

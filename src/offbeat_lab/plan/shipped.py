@@ -481,17 +481,12 @@ def shipped_profile(name: str) -> ModelProfile:
             factors_s=_SPDKFAC,
             inversion=f"{_SPDKFAC}: ResNet-50's sum and its largest factor, a + c d^3",
         )
+    batch = TimedBatch.of(published.batch_size, published.forward_backward_s, forward=FORWARD_SHARE)
     profile = ModelProfile(
         name=name,
         device=published.device,
         on_gpu=True,
-        batches=(
-            TimedBatch(
-                batch_size=published.batch_size,
-                forward_s=FORWARD_SHARE * published.forward_backward_s,
-                backward_s=(1 - FORWARD_SHARE) * published.forward_backward_s,
-            ),
-        ),
+        batches=(batch,),
         optimizer_s=0.0,
         tensors=tensors_of(network),
         select_s_per_element=select_s,

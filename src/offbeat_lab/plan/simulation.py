@@ -425,10 +425,8 @@ class Run:
             if setting.steps is not None:
                 steps = setting.steps[-setting.num_steps :]
             else:
-                first, least = (
-                    -(-LATER // period) * period,
-                    max(setting.num_steps, method.least_steps),
-                )
+                first = -(-LATER // period) * period
+                least = max(setting.num_steps, method.least_steps)
                 steps = range(first, first + -(-least // period) * period)
             return dict.fromkeys(with_lead_in(steps), 0.0) | dict.fromkeys(steps, 1 / len(steps))
         steps_of: dict[Hashable, list[int]] = {}

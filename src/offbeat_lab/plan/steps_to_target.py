@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offbeat.errors import ConfigError
 from offbeat.strategies.by_name import strategy_values
-from offbeat_lab.comparison import ComparedStrategy, read_comparison
+from offbeat_lab.comparison import ComparedStrategy, Comparison, read_comparison
 from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.plan.profile import ModelProfile
 
@@ -61,11 +61,7 @@ def steps_to_target(
         ConfigError: it has no target, is of another model, or has none of the strategies.
     """
     comparison = read_comparison(directory)
-    if comparison.num_parameters not in (0, profile.num_elements):
-        raise ConfigError(
-            f"profile {profile.name!r} has {profile.num_elements} parameters, and {directory}"
-            f" trained a model of {comparison.num_parameters}; give the profile of that model"
-        )
+    require_model(comparison, directory, profile)
     if comparison.target is None:
         raise ConfigError(
             f"{directory} knows of no metric that its strategies reached; compare again on"
@@ -87,6 +83,17 @@ def steps_to_target(
         steps={spec: steps for spec, steps in counted.items() if steps is not None},
         missed=tuple(spec for spec, steps in counted.items() if steps is None),
     )
+
+
+def require_model(comparison: Comparison, directory: Path, profile: ModelProfile) -> None:
+    """Raise `ConfigError` unless `comparison`, recorded in `directory`, trained the model of
+    `profile`, as far as that can be seen.
+    """
+    if comparison.num_parameters not in (0, profile.num_elements):
+        raise ConfigError(
+            f"profile {profile.name!r} has {profile.num_elements} parameters, and {directory}"
+            f" trained a model of {comparison.num_parameters}; give the profile of that model"
+        )
 
 
 def _keyed(

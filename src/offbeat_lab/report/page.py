@@ -43,12 +43,7 @@ from offbeat_lab.report import page_sections as sections
 from offbeat_lab.report import page_summary as summary
 from offbeat_lab.report.charts import line_charts, timelines
 from offbeat_lab.report.charts_dispatch import dispatches
-from offbeat_lab.report.data import (
-    Curve,
-    PageContent,
-    RunResults,
-    StrategyResults,
-)
+from offbeat_lab.report.data import Curve, PageContent, RunResults, StrategyResults
 from offbeat_lab.statistics import Estimate
 
 NAME = "report.html"
@@ -92,8 +87,6 @@ def render(report: PageContent) -> str:
         "seconds": lambda value: write(value, SECONDS),
         "rate": lambda value: write(value, BITS_PER_S),
         "share": lambda value: write(value, SHARE),
-    }
-    environment.filters |= {
         "option": write_option,
         "together": lambda text: _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text),
     }

@@ -225,9 +225,8 @@ def _best(report: PageContent, name: str, measure: Measure) -> tuple[str | None,
     differences = [found for found in report.differences if found.measure == name]
     if better is Better.NEITHER or not report.compares:
         return None, []
-    if not values or all(
-        found.low is None for found in differences
-    ):  # nothing is known of a single run's spread
+    # Nothing is known of a single run's spread.
+    if not values or all(found.low is None for found in differences):
         return None, []
     best = max(values, key=lambda label: better.value * values[label])
     return best, [

@@ -15,16 +15,15 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.records import ELSEWHERE, Evaluation, StepEvent, naming_failed_file
-from offbeat.session.checkpoint import Json
+from offbeat.session.checkpoint import Json, whole_file
 from offbeat.transport.driver import Arrival
 from offbeat_lab.comparison import is_comparison, read_comparison
 from offbeat_lab.records import Record
@@ -55,12 +54,23 @@ def write_trace(run: Path, out: Path) -> int:
     if out.exists():
         raise ConfigError(f"{out} exists; choose another --out")
     num_events = 0
-    with _whole_file(out) as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for event in _trace(runs):
-            file.write(f",\n{_encode(event)}" if num_events else _encode(event))
-            num_events += 1
-        file.write("\n]}\n")
+    with naming_failed_file(out, ELSEWHERE):
+        if not out.parent.exists():
+            out.parent.mkdir(parents=True)
+        with (
+            whole_file(out) as whole,
+            # The fastest level: a trace is so repetitive that the others gain little.
+            (
+                gzip.open(whole, "wt", 1, "utf-8")
+                if out.suffix == ".gz"
+                else TextIOWrapper(whole, "utf-8")
+            ) as file,
+        ):
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            for event in _trace(runs):
+                file.write(f",\n{_encode(event)}" if num_events else _encode(event))
+                num_events += 1
+            file.write("\n]}\n")
     return num_events
 
 
@@ -119,7 +129,7 @@ class TraceTimeline:
         beginnings = [
             self.at_ns(rank, first.step, at_s)
             for rank, first in firsts.items()
-            for at_s in _beginnings_s(first)
+            for at_s in (first.began_s, *(arrival.arrived_at_s for arrival in first.arrivals))
         ]
         beginnings += [self.at_ns(one.rank, one.step, one.at_s) for one in self.evaluations()]
         self.began_unix_ns = min(beginnings, default=0)
@@ -301,29 +311,3 @@ class _Worker:
 def _ranks_with_events(record: Record) -> list[int]:
     names = (re.fullmatch(r"events-rank-(\d+)\.jsonl", path.name) for path in record.path.iterdir())
     return sorted(int(name[1]) for name in names if name)
-
-
-def _beginnings_s(event: StepEvent) -> Iterator[float]:
-    yield event.began_s
-    yield from (arrival.arrived_at_s for arrival in event.arrivals)
-
-
-@contextmanager
-def _whole_file(out: Path) -> Iterator[IO[str]]:
-    """A text file that gets its name once all of it has been written; removed if that fails."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with naming_failed_file(out, ELSEWHERE):
-            if not out.parent.exists():
-                out.parent.mkdir(parents=True)
-            # the fastest level: a trace is so repetitive that the others gain little
-            with (
-                gzip.open(temporary, "wt", 1, "utf-8")
-                if out.suffix == ".gz"
-                else temporary.open("w", encoding="utf-8")
-            ) as file:
-                yield file
-            os.replace(temporary, out)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from pydantic import Field
@@ -11,7 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from offbeat_lab.tasks.base import AbsolutePath, Size
-from offbeat_lab.tasks.training import TrainingOptions
+from offbeat_lab.tasks.training import LrSchedule, LrWarmup, MaxGradNorm, Optimizer, TrainingOptions
 
 SHAPES: Final[dict[Size, tuple[int, int, int]]] = {
     "tiny": (64, 4, 2),
@@ -28,16 +28,10 @@ class GptOptions(TrainingOptions):
     """Options that the tasks of this network share: how it is trained, and on what text."""
 
     lr: float = Field(0.003, gt=0, description="learning rate; try 0.3 with optimizer=sgd")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("adamw", description="optimizer")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "cosine", description="how the learning rate goes down to 0 after the warm-up"
-    )
-    lr_warmup: float = Field(
-        0.1, ge=0, lt=1, description="share of the run in which the learning rate rises from 0"
-    )
-    max_grad_norm: float | None = Field(
-        1.0, gt=0, description="gradients are scaled down to at most this norm"
-    )
+    optimizer: Optimizer = "adamw"
+    lr_schedule: LrSchedule = "cosine"
+    lr_warmup: LrWarmup = 0.1
+    max_grad_norm: MaxGradNorm = 1.0
     path: AbsolutePath | None = Field(
         None, description="text file or directory; default: the source of Python's standard library"
     )

@@ -139,11 +139,7 @@ def convolutional_network(
     pool: list[nn.Module] = [nn.MaxPool2d(2)]
     first_pool = pool if num_poolings == 2 else []
     return nn.Sequential(
-        *(
-            nn.Conv2d(channels, first, 3, padding=1),
-            nn.ReLU(),
-            *first_pool,
-        ),
+        *(nn.Conv2d(channels, first, 3, padding=1), nn.ReLU(), *first_pool),
         *(nn.Conv2d(first, second, 3, padding=1), nn.ReLU(), *pool, nn.Flatten()),
         *(nn.Linear(second * pixels, hidden), nn.ReLU(), nn.Linear(hidden, num_classes)),
     )

@@ -40,12 +40,7 @@ from typing_extensions import override
 
 from offbeat.errors import MALFORMED, ConfigError, OffbeatError
 from offbeat_lab.tasks.base import AbsolutePath, Batch, Size, TaskOptions, dense
-from offbeat_lab.tasks.image_task import (
-    ImageData,
-    ImageOptions,
-    ImageTask,
-    convolutional_network,
-)
+from offbeat_lab.tasks.image_task import ImageData, ImageOptions, ImageTask, convolutional_network
 
 MAX_RATIO: Final = 100
 """How many times larger than the file its arrays may be together, beyond `ALWAYS_ALLOWED_BYTES`."""

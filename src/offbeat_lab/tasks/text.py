@@ -30,7 +30,7 @@ from offbeat.errors import ConfigError
 from offbeat_lab.tasks.base import Batch, Size, TaskOptions, dense, mean_over_batches
 from offbeat_lab.tasks.corpus import check_path, cut, held_out_blocks, read_text
 from offbeat_lab.tasks.gpt import SHAPES, Gpt, GptOptions
-from offbeat_lab.tasks.training import TrainedTask
+from offbeat_lab.tasks.training import LrSchedule, LrWarmup, MaxGradNorm, Optimizer, TrainedTask
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -160,16 +160,10 @@ class CharlmOptions(TextOptions):
 
     lr: float = Field(0.003, gt=0, description="learning rate; try 1.0 with optimizer=sgd")
     model: Literal["lstm", "transformer"] = Field("lstm", description="network")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("adam", description="optimizer")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="how the learning rate goes down to 0 after the warm-up"
-    )
-    lr_warmup: float = Field(
-        0.0, ge=0, lt=1, description="share of the run in which the learning rate rises from 0"
-    )
-    max_grad_norm: float | None = Field(
-        None, gt=0, description="gradients are scaled down to at most this norm"
-    )
+    optimizer: Optimizer = "adam"
+    lr_schedule: LrSchedule = "constant"
+    lr_warmup: LrWarmup = 0.0
+    max_grad_norm: MaxGradNorm = None
 
 
 class Charlm(Text):

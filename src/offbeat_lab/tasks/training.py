@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -12,12 +12,25 @@ from typing_extensions import override
 
 from offbeat_lab.tasks.base import Size, Task, TaskOptions
 
+Optimizer = Annotated[Literal["sgd", "adam", "adamw"], Field(description="optimizer")]
+LrSchedule = Annotated[
+    Literal["constant", "linear", "cosine"],
+    Field(description="how the learning rate goes down to 0 after the warm-up"),
+]
+LrWarmup = Annotated[
+    float,
+    Field(ge=0, lt=1, description="share of the run in which the learning rate rises from 0"),
+]
+MaxGradNorm = Annotated[
+    float | None, Field(gt=0, description="gradients are scaled down to at most this norm")
+]
+
 
 class TrainingOptions(TaskOptions):
     """What users set in a training loop of their own, and the size of the model."""
 
     size: Size = Field("tiny", description="model size: about 0.1, 1, 5 or 25 million parameters")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="optimizer")
+    optimizer: Optimizer = "sgd"
     momentum: float = Field(
         0.9,
         ge=0,
@@ -26,15 +39,9 @@ class TrainingOptions(TaskOptions):
     )
     nesterov: bool = Field(False, description="whether sgd looks ahead along its momentum")
     weight_decay: float = Field(0.0, ge=0, description="of the optimizer; decoupled with adamw")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="how the learning rate goes down to 0 after the warm-up"
-    )
-    lr_warmup: float = Field(
-        0.0, ge=0, lt=1, description="share of the run in which the learning rate rises from 0"
-    )
-    max_grad_norm: float | None = Field(
-        None, gt=0, description="gradients are scaled down to at most this norm"
-    )
+    lr_schedule: LrSchedule = "constant"
+    lr_warmup: LrWarmup = 0.0
+    max_grad_norm: MaxGradNorm = None
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> TrainingOptions:

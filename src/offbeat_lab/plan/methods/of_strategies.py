@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Final
 
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import DenseReduction, Reduction, WeightedGradient
+from offbeat.run.recipes import NoExchange
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
@@ -27,15 +27,10 @@ from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps
 from offbeat_lab.plan.simulation import FEW_WORKERS, Setting, Simulated
 
 
-class SoloSteps(Strategy):
-    """Nothing is exchanged: what every other strategy is held against."""
+class SoloSteps(NoExchange):
+    """What every other strategy is held against: no rank waits for another one."""
 
-    name: ClassVar[str] = "alone"
     replicas_differ: ClassVar[bool] = True
-
-    @override
-    def build(self, context: Context) -> list[Callback]:
-        return []
 
 
 @dataclass(frozen=True, kw_only=True)

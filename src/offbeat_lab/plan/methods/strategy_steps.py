@@ -44,13 +44,7 @@ from offbeat.transport.operations import (
     Sleep,
 )
 from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile
-from offbeat_lab.plan.simulation import (
-    FEW_WORKERS,
-    ClosedForm,
-    Run,
-    Setting,
-    Simulated,
-)
+from offbeat_lab.plan.simulation import FEW_WORKERS, ClosedForm, Run, Setting, Simulated
 
 _NAMES: Final[dict[Any, str]] = {
     one: name for name, one in {**SELECTORS, **VALUE_CODECS, **INDEX_CODECS}.items()
