@@ -75,6 +75,17 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     assert [float(weight) for weight in on_all(job)] == [1.0078125] * NUM_WORKERS
 
 
+def test_complex_weights_of_any_width_are_averaged(tmp_path: Path) -> None:
+    def job(rank: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+        model = torch.nn.ParameterDict({"weight": weight})
+        with session_on(SingleRank(), model, sgd(model), strategy_of(tmp_path, rank)):
+            weight.detach().fill_(complex(rank, 1))
+        return weight.detach()
+
+    assert [weight.tolist() for weight in on_all(job)] == [[1 + 1j] * 2] * NUM_WORKERS
+
+
 def test_no_average_is_left_but_the_last(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         model = make_model()

@@ -26,10 +26,11 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.errors import ConfigError, MismatchError, WireError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.backends import Backends, BackendWork
+from offbeat.transport.backends import BackendWork
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Counting, Driver
 from offbeat.transport.operations import AllReduceTensor, Collective, DenseOperation, Traffic
+from offbeat.transport.routed import C10d
 from offbeat_lab.emulation.delaying import Delaying
 from ranks_support.launch import RunRanks
 from transport_support.wrappers import Recorded, RecordingDriver
@@ -145,14 +146,14 @@ class ReduceScatter(DenseOperation):
         ]
 
     @override
-    def begin(self, backends: Backends) -> BackendWork:
+    def begin(self, backends: C10d) -> BackendWork:
         backend = backends.backend_for(self.region)
         return backend.reduce_scatter(
             [self.region], [list(self.regions)], dist.ReduceScatterOptions()
         )
 
     @override
-    def finish(self, backends: Backends) -> torch.Tensor:
+    def finish(self, backends: C10d) -> torch.Tensor:
         return self.region
 
 

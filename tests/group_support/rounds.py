@@ -196,13 +196,11 @@ class Worker:
             )
             return stated, mean
 
-        def verdict(*, done: bool) -> bool:
-            stands = self.world.store.compare_set(
-                f"{listed.number}/{number}", "", "done" if done else "void"
-            )
+        def is_done(word: str) -> bool:
+            stands = self.world.store.compare_set(f"{listed.number}/{number}", "", word)
             return bool(stands == b"done")
 
-        return all_or_none(position, size, work(), verdict)
+        return all_or_none(position, size, work(), is_done)
 
     def _next_generation(self, after: int) -> Collective[Listed]:
         while True:

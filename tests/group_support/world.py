@@ -378,7 +378,7 @@ class World:
         """
         schedule, cluster = self.schedule, self.cluster
         for rank, model in enumerate(self.models):
-            cluster.run_in_background(rank, model.train(), channel=TRAIN)
+            cluster.begin(rank, model.train(), channel=TRAIN)
         for rank, when_s in schedule.kills:
             cluster.at(when_s, partial(cluster.kill, rank))
         for rank, when_s, duration_s in schedule.freezes:

@@ -933,5 +933,25 @@ def test_the_state_of_the_momentum_arrives_to_the_bit(num_merges: int) -> None:
 def test_the_momentum_of_another_model_is_refused() -> None:
     received = momentum_of(1, DTYPES)
     for payload in (momentum_of(1, DTYPES[:2]).to_bytes(), momentum_of(1, DTYPES).to_bytes()[:-8]):
-        with pytest.raises(WireError, match="do all ranks train the same model"):
+        with pytest.raises(WireError, match="the merges' momentum"):
             received.from_bytes(payload)
+
+
+def test_a_sparse_gradient_of_a_vector_is_averaged_where_all_its_elements_have_one() -> None:
+    """As that of a label layer's bias has, where all labels are drawn."""
+    ranks = make_ranks(2)
+    for rank in ranks:
+        values = torch.full((2,), 1.0 + 2 * rank.number, dtype=torch.bfloat16)
+        everything = torch.arange(2).unsqueeze(0)
+        rank.dense.grad = torch.sparse_coo_tensor(everything, values, (2,), check_invariants=True)
+    together(
+        ranks,
+        [
+            partial(rank.protocol.step, report_of(rank.number, updates=1), takes_step=True)
+            for rank in ranks
+        ],
+    )
+    for rank in ranks:
+        assert rank.dense.grad is not None
+        assert rank.dense.grad.is_sparse
+        assert rank.dense.grad.to_dense().tolist() == [2.0, 2.0]

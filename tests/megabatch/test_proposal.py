@@ -55,11 +55,11 @@ class Entry:
     """The store's, for one piece of work."""
 
     def __init__(self) -> None:
-        self.word: bool | None = None
+        self.word: str | None = None
 
-    def __call__(self, *, done: bool) -> bool:
-        self.word = done if self.word is None else self.word
-        return self.word
+    def __call__(self, word: str) -> bool:
+        self.word = self.word or word
+        return self.word == "done"
 
 
 def ring(rank: int, size: int) -> Collective[int]:
@@ -84,12 +84,12 @@ def undisturbed(entry: Entry, size: int) -> list[int]:
 def test_what_nobody_disturbs_is_done(size: int) -> None:
     entry = Entry()
     assert undisturbed(entry, size) == [sum(range(size))] * size
-    assert entry.word
+    assert entry.word == "done"
 
 
 def test_what_somebody_has_given_up_is_done_for_nobody() -> None:
     entry = Entry()
-    entry(done=False)
+    entry("void")
     with pytest.raises(PeerError, match="done again without the dead"):
         undisturbed(entry, 3)
 
@@ -116,7 +116,7 @@ def test_a_death_during_the_commit_gives_all_survivors_the_same_result(when: str
         outcomes = cluster.outcomes([*living, dies()])
         assert (
             outcomes[:2] == [3, 3]
-            if entry.word
+            if entry.word == "done"
             else all(isinstance(outcome, PeerError) for outcome in outcomes[:2])
         )
 

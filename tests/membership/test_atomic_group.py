@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 from torch.distributed import HashStore
@@ -11,6 +12,7 @@ from torch.distributed import HashStore
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.atomic_group import AtomicGroup
+from offbeat.membership.generations import Generations
 from offbeat.transport.network import StoreLostError
 from offbeat.transport.operations import Collective, Now
 from offbeat.transport.single_rank import SingleRank
@@ -178,3 +180,33 @@ def test_the_last_to_close_knows_it(group: AtomicGroup) -> None:
     assert group.closes_last()
     group.close()
     assert not group.closes_last()
+
+
+class Thread:
+    """In the place of `Generations`: what it was told at its end."""
+
+    def __init__(self) -> None:
+        self.told: list[bool] = []
+
+    def close(self, *, over: bool) -> None:
+        self.told.append(over)
+
+
+@pytest.mark.parametrize(("ranks", "is_last"), [((4,), True), ((4, 7), False)])
+def test_who_leaves_last_says_that_the_run_is_over(
+    group: AtomicGroup, ranks: Sequence[int], is_last: bool
+) -> None:
+    membership = Thread()
+    group.enter(lambda host: cast(Generations, membership))
+    group.begin(of_ranks(1, ranks), 0, SingleRank())
+    group.leave()
+    assert membership.told == [is_last]
+
+
+def test_who_fails_is_a_member_no_longer_and_says_nothing_of_the_run(group: AtomicGroup) -> None:
+    membership = Thread()
+    group.enter(lambda host: cast(Generations, membership))
+    group.abort("it has failed")
+    assert membership.told == [False]
+    with pytest.raises(PeerError, match="this session is closed"):
+        group.run(number_of)

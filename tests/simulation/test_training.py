@@ -20,19 +20,14 @@ from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import WireError
-from offbeat.simulation.training import (
-    REMEMBERED_STEPS,
-    Common,
-    SimulatedRank,
-    Timeline,
-    carry_out,
-    with_lead_in,
-)
+from offbeat.simulation.training import REMEMBERED_STEPS, carry_out, with_lead_in
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import Collective, Sleep
+from offbeat_lab.plan.methods.planned_rank import Common, PlannedRank, PlannedTimeline
+from offbeat_lab.plan.profile import Layer
 
 NUM_ELEMENTS, MIB = 1 << 20, 1 << 20
 
@@ -44,7 +39,7 @@ class Tensor:
     rows: int = 1
 
 
-TIMELINE = Timeline(
+TIMELINE = PlannedTimeline(
     tensors=[Tensor(1.0), Tensor(0.5)],
     forward_s=1.0,
     backward_s=2.0,
@@ -117,13 +112,13 @@ def trained(
     *,
     workers: int = 2,
     link: VirtualLink | None = None,
-    timeline: Timeline = TIMELINE,
+    timeline: PlannedTimeline = TIMELINE,
     speeds: Sequence[float] = (1.0,) * 4,
-) -> tuple[list[SimulatedRank], VirtualCluster]:
+) -> tuple[list[PlannedRank], VirtualCluster]:
     cluster = VirtualCluster(workers, link=link, weightless=True)
     common = Common(workers)
     ranks = [
-        SimulatedRank(driver, Device(cluster, driver.rank, common, speeds[driver.rank]))
+        PlannedRank(driver, Device(cluster, driver.rank, common, speeds[driver.rank]))
         for driver in cluster.drivers
     ]
     taken = steps if strategy.shares_samples else with_lead_in(steps)
@@ -314,21 +309,13 @@ def test_a_schedule_that_follows_drift_is_simulated() -> None:
     assert np.flatnonzero(durations_s > 3.26).tolist() == [3, 7]
 
 
-@dataclass(frozen=True)
-class Linear:
-    tensor: int
-    a_dim: int
-    g_dim: int
-    num_positions: int = 1
-
-
-TWO_LAYERS = Timeline(
+TWO_LAYERS = PlannedTimeline(
     tensors=[Tensor(1.0, 200, rows=10), Tensor(1.0, 10), Tensor(0.5, 600, rows=20)],
     forward_s=1.0,
     backward_s=2.0,
     optimizer_s=0.25,
     moments=1,
-    layers=[Linear(0, 20, 10), Linear(2, 30, 20)],
+    layers=[Layer(tensor=0, a_dim=20, g_dim=10), Layer(tensor=2, a_dim=30, g_dim=20)],
     looks_s=0.3,
     batch_size=4,
 )
@@ -357,7 +344,7 @@ def test_factors_take_their_time_where_layers_are_seen(
     assert durations_s == pytest.approx(expected_s, abs=1e-3)
 
 
-def _handed_out(ranks: Sequence[SimulatedRank]) -> list[list[float]]:
+def _handed_out(ranks: Sequence[PlannedRank]) -> list[list[float]]:
     """When each rank was handed a batch, or came to the end, since the last mega-batches began."""
     devices = [rank.machine for rank in ranks]
     return [

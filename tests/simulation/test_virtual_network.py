@@ -178,7 +178,7 @@ def test_receivers_that_announce_themselves_cost_a_round_trip_a_round(
     ring = GlooRing(world_size, num_bytes, most_bytes)
     messages = VirtualCluster(world_size, link=link)
     for rank in range(world_size):
-        messages.run_in_background(rank, ring.send(messages, rank), channel=1)
+        messages.begin(rank, ring.send(messages, rank), channel=1)
     events = messages.run([ring.receive(messages, rank) for rank in range(world_size)])
     tensor = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
     cluster = VirtualCluster(

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError, MismatchError, PeerError, PeerTimeoutError, UnsupportedError
+from offbeat.transport.mesh import FINISHED
 from offbeat.transport.operations import AllReduceTensor, Now, Payload, Recv, Send, Sleep
 from offbeat.transport.peers import PeerLimits, Peers
 
@@ -192,6 +193,21 @@ def test_a_rank_that_closed_is_missed_only_by_who_still_waits_for_it(open_mesh: 
     with pytest.raises(PeerError, match="rank 2 finished and closed its connections"):
         take(first, 2)
     assert first.wait_for_death(0.15) == {}
+
+
+def test_a_rank_that_failed_before_it_closed_has_not_left_in_good_order(
+    open_mesh: OpenMesh,
+) -> None:
+    first, second, third = open_mesh(3)
+    third.close()
+    while first.left() != [2]:
+        first.wait_for_death(0.02)
+    assert first.departures() == {2: FINISHED}
+    second.abort("its gradient exploded")
+    second.close()
+    while first.left() != [1, 2]:
+        first.wait_for_death(0.02)
+    assert first.departures() == {1: "aborted: its gradient exploded"}
 
 
 def test_closing_at_once_still_delivers_everything_sent(

@@ -230,7 +230,7 @@ def test_two_collectives_of_one_rank_talk_by_posting() -> None:
         sender, payload = yield RecvAny(frozenset({0}))
         return sender, payload
 
-    cluster.run_in_background(0, train(), channel=6)
+    cluster.begin(0, train(), channel=6)
     assert cluster.run([serve()], channel=5) == [(0, b"done")]
 
 

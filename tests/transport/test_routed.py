@@ -19,6 +19,7 @@ from offbeat.errors import ConfigError, PeerError
 from offbeat.torch_private import new_gloo_backend
 from offbeat.transport.backends import WAIT_LIMIT, Backend, gloo_device
 from offbeat.transport.link import DEFAULT_S, SILENCE_VARIABLE, silence_s
+from offbeat.transport.mesh import FINISHED
 from offbeat.transport.operations import AllReduceTensor, Broadcast
 from offbeat.transport.routed import LOOK_S, C10d, Routed, Watch
 from offbeat.transport.sockets import SocketAddresses
@@ -98,11 +99,8 @@ class Messages:
     def dead(self) -> dict[int, str]:
         return {}
 
-    def ended(self) -> list[int]:
-        return []
-
-    def left(self) -> list[int]:
-        return [2]
+    def departures(self) -> dict[int, str]:
+        return {2: FINISHED}
 
     def wait_for_death(self, timeout_s: float) -> dict[int, str]:
         raise AssertionError("nobody has died: this would wait for nothing")
@@ -119,31 +117,6 @@ def test_a_rank_that_has_left_early_is_named_at_once() -> None:
         with pytest.raises(PeerError, match="rank 2 finished and closed its connections") as raised:
             ticket.wait()
     assert raised.value.rank == 2
-
-
-class LateMessages(Messages):
-    """Rank 2 fails because of rank 1, and closes. What it says of both arrives when this rank has
-    begun to ask.
-    """
-
-    has_arrived = False
-
-    def dead(self) -> dict[int, str]:
-        return {1: "failed, says rank 2", 2: "aborted"} if self.has_arrived else {}
-
-    def left(self) -> list[int]:
-        self.has_arrived = True
-        return [2]
-
-
-def test_a_rank_that_fails_and_leaves_while_it_is_asked_about_is_not_blamed_for_it() -> None:
-    dense: Any = Broken()
-    messages: Any = LateMessages()
-    with closing(Routed(dense, messages)) as routed:
-        ticket = routed.start(AllReduceTensor(torch.zeros(1)), 0)
-        with pytest.raises(PeerError, match="rank 1 failed, says rank 2") as raised:
-            ticket.wait()
-    assert raised.value.rank == 1
 
 
 class Waiting:

@@ -29,13 +29,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
-import safetensors
-import safetensors.torch
 import torch
 from typing_extensions import override
 
@@ -52,21 +49,13 @@ from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.json_objects import Count, build
 from offbeat.codec.model_wire import Counters
-from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.codec.tensor_bytes import packed, unpacked
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import weighted_mean
-from offbeat.errors import (
-    MALFORMED,
-    CheckpointError,
-    ConfigError,
-    OffbeatError,
-    PeerError,
-    WireError,
-)
+from offbeat.errors import MALFORMED, CheckpointError, ConfigError, PeerError, WireError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
-from offbeat.membership.generations import Generations
 from offbeat.membership.quorum import Quorum
 from offbeat.transport.driver import Driver, Pending, Stream, Ticket
 from offbeat.transport.operations import Collective, Operation, Payload, Recv, Send
@@ -397,13 +386,12 @@ class AverageOfMembers(PeriodicAverage):
         self._members, self._has_finished = exchange, False
         self._claimed = 0  # samples of the coming backward pass
         exchange.standing = self._standing
-        self._generations: Generations | None = None
         try:
-            self._generations = context.enter(exchange.group)
+            exchange.group.enter(context.enter)
             if exchange.group.is_new:
                 self._come("average")  # the user's loop needs the model of the run from the start
         except BaseException:
-            self._close()
+            exchange.group.close()
             raise
 
     @override
@@ -459,20 +447,10 @@ class AverageOfMembers(PeriodicAverage):
     @override
     def on_abandon(self, reason: str) -> None:
         self._members.group.abort(reason)
-        self._close()
 
     @override
     def close(self) -> None:
-        over = False
-        # The run is over once all members have closed; until then those that are left go on.
-        with suppress(OffbeatError):
-            over = self._members.group.closes_last()
-        self._close(over=over)
-
-    def _close(self, *, over: bool = False) -> None:
-        if self._generations is not None:
-            self._generations.close(over=over)
-        self._members.group.close()
+        self._members.group.leave()
 
     @override
     def _launch(self, due: int) -> None:
@@ -496,21 +474,17 @@ class AverageOfMembers(PeriodicAverage):
         replicated = self.state_dict()["replicated"]
         tensors = {key: each for key, each in replicated.items() if isinstance(each, torch.Tensor)}
         numbers = {key: each for key, each in replicated.items() if key not in tensors}
-        # The format has no complex128, so complex numbers travel as pairs.
-        pairs = {k: torch.view_as_real(each) for k, each in tensors.items() if each.is_complex()}
-        word = json.dumps([numbers, [*pairs]]).encode()
-        return to_bytes({**tensors, **pairs, _NUMBERS: torch.tensor([*word])})
+        return packed({**tensors, _NUMBERS: torch.tensor([*json.dumps(numbers).encode()])})
 
     def catch_up(self, average: Average, standing: Payload) -> None:
         """Stand where the peers do before this average, and keep what is owed to it."""
         members, num_steps = self._members, self._num_steps
         changes = [*members.rule.changes()]
         try:
-            state: dict[str, Any] = dict(safetensors.torch.load(bytes(standing)))
-            numbers, pairs = json.loads(bytes(state.pop(_NUMBERS).tolist()))
-            state |= {key: torch.view_as_complex(state[key]) for key in pairs} | numbers
+            state: dict[str, Any] = dict(unpacked(standing, "where the run stands"))
+            state |= json.loads(bytes(state.pop(_NUMBERS).tolist()))
             self.load_state_dict({"replicated": state})
-        except (*MALFORMED, safetensors.SafetensorError, CheckpointError) as error:
+        except (*MALFORMED, CheckpointError) as error:
             raise WireError("what a peer says of where the run stands does not fit") from error
         for (name, anchor), change in zip(members.rule.anchor.items(), changes, strict=True):
             model = anchor.detach() if average.was_new else anchor.detach() + change

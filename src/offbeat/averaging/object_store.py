@@ -25,8 +25,6 @@ from typing import Any, Final
 
 import fsspec  # type: ignore[import-untyped]  # which has no types
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from typing_extensions import override
 
@@ -34,8 +32,8 @@ from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import Everyone, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
-from offbeat.codec.tensor_bytes import to_bytes
-from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError, WireError
+from offbeat.codec.tensor_bytes import packed, unpacked
+from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.weights.model_weights import ModelWeights, require_finite
 
@@ -179,7 +177,7 @@ class StoreMean(WeightExchange):
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self._files.makedirs(self._root, exist_ok=True)
         # Nobody may read half a file: it gets its name when it is whole.
-        self._files.pipe_file(name + ".part", to_bytes(tensors))
+        self._files.pipe_file(name + ".part", packed(tensors))
         self._files.mv(name + ".part", name)
 
     def _read(
@@ -188,10 +186,7 @@ class StoreMean(WeightExchange):
         self._peers.launch(self._wait(names)).wait()
         found, shapes = [], {key: value.shape for key, value in like.items()}
         for name in names:
-            try:
-                found.append(safetensors.torch.load(self._files.cat_file(name)))
-            except safetensors.SafetensorError as error:
-                raise WireError(f"{name} is damaged: {error}") from error
+            found.append(unpacked(self._files.cat_file(name), name))
             if {key: value.shape for key, value in found[-1].items()} != shapes:
                 raise MismatchError(f"{name} is of another model than this worker's")
         return found

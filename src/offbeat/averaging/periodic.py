@@ -514,21 +514,6 @@ class MeanSquares:
         ]
 
 
-def _squares_of(
-    optimizer: torch.optim.Optimizer | None,
-    parameters: Mapping[str, torch.Tensor],
-    *,
-    world_size: int,
-) -> MeanSquares | None:
-    """None where there are none that are known, or this rank's are the mean's."""
-    if world_size == 1 or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return None
-    assert optimizer is not None
-    if any(group["amsgrad"] for group in optimizer.param_groups):
-        return None
-    return MeanSquares(optimizer, parameters, world_size=world_size)
-
-
 class MeanOfAll(WeightExchange):
     """All ranks' weights become what `rule` makes of their mean.
 
@@ -563,10 +548,16 @@ class MeanOfAll(WeightExchange):
         self._weights, self._peers = weights, peers
         self._codec = changes
         self._optimizer, self._averages_state = optimizer, averages_state
-        self._squares = None
-        if averages_state is True:
-            size = peers.driver.world_size
-            self._squares = _squares_of(optimizer, weights.parameters, world_size=size)
+        size = peers.driver.world_size
+        self._squares: MeanSquares | None = None
+        if (
+            averages_state is True
+            and optimizer is not None
+            and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            and not any(group["amsgrad"] for group in optimizer.param_groups)
+            and size > 1
+        ):
+            self._squares = MeanSquares(optimizer, weights.parameters, world_size=size)
         self._notify, self._was_told, self._number = notify, False, 0
 
     @override

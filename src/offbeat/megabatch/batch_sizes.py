@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, Protocol, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,28 +64,6 @@ class Bounds:
         return self.smallest <= size <= self.largest
 
 
-class BatchRule(Protocol):
-    """How batch sizes follow from updates.
-
-    Attributes:
-        only_ratios_count: whether updates may be given in any unit, such as updates per second.
-    """
-
-    only_ratios_count: ClassVar[bool]
-
-    def resize(
-        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
-    ) -> tuple[int, ...]:
-        """The sizes for the next mega-batch.
-
-        Args:
-            batch_sizes: of the last one, in samples, by worker, each within its bounds.
-            updates: each worker's in the last one, >= 0. A worker that made none was not there: it
-                is as if it had made as many as the mean of its peers.
-            bounds: by worker.
-        """
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedRule:
     """b_i + beta (u_i - mean u), rounded; a worker for which that is out of bounds stays as it is.
@@ -102,6 +80,14 @@ class PublishedRule:
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
     ) -> tuple[int, ...]:
+        """The sizes for the next mega-batch.
+
+        Args:
+            batch_sizes: of the last one, in samples, by worker, each within its bounds.
+            updates: each worker's in the last one, >= 0. A worker that made none was not there: it
+                is as if it had made as many as the mean of its peers.
+            bounds: by worker.
+        """
         ahead = _ahead(updates)
 
         def resized(size: int, ahead: float, bound: Bounds) -> int:
@@ -140,6 +126,7 @@ class Proportional:
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
     ) -> tuple[int, ...]:
+        """As of `PublishedRule`."""
         mean = _mean(updates)
         total = self.base * len(batch_sizes)
         ratios = 1 + np.array(_ahead(updates)) / mean
@@ -150,6 +137,12 @@ class Proportional:
         )
         scale = min(_scale(wanted, smallest, largest, total), float(np.min(largest / wanted)))
         return _whole(np.clip(scale * wanted, smallest, largest))
+
+
+BatchRule: TypeAlias = PublishedRule | Proportional
+"""How batch sizes follow from updates, which with some rules may be given in any unit, such as
+updates per second: where `only_ratios_count`.
+"""
 
 
 def binding(

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -19,7 +18,7 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
-from offbeat.errors import CheckpointError, ConfigError, OffbeatError
+from offbeat.errors import CheckpointError, ConfigError
 from offbeat.megabatch.batch_sizes import (
     NO_LIMIT,
     BatchRule,
@@ -38,7 +37,6 @@ from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
 from offbeat.megabatch.merge_momentum import GAMMA, MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.atomic_group import AtomicGroup
-from offbeat.membership.generations import Generations
 from offbeat.transport.driver import Driver
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import (
@@ -88,11 +86,9 @@ class MegaBatchPlan:
 
     def batch_rule(self, base: int) -> BatchRule | None:
         """How batch sizes follow speeds; None: they stay what they are."""
-        rules: dict[Rule, BatchRule] = {
-            "proportional": Proportional(base=base),
-            "published": PublishedRule(),
-        }
-        return rules.get(self.rule)
+        if self.rule == "equal":
+            return None
+        return PublishedRule() if self.rule == "published" else Proportional(base=base)
 
     def samples_of_round(self, samples_before: int, num_ranks: int, base: int) -> int | None:
         """How many samples are merged together after `samples_before` have been; None: a whole
@@ -251,17 +247,16 @@ class MegaBatchCallback(Callback):
             ),
             changes=self._changes,
         )
-        self._generations: Generations | None = None
         if plan.overlap != "none":
             # On other devices the arithmetic is torch's.
             warm(p.dtype for p in weights.parameters.values() if p.device.type == "cpu")
         try:
-            self._generations = context.enter(group)
+            group.enter(context.enter)
             if group.is_new:
                 # Other callbacks and the user's loop need the model of the run from the beginning.
                 self._merge_now()
         except BaseException:
-            self._close()
+            group.close()
             raise
 
     # What the loader calls
@@ -516,7 +511,7 @@ class MegaBatchCallback(Callback):
     @override
     def on_abandon(self, reason: str) -> None:
         self.group.abort(reason)
-        self._close()
+        self._drop_merge()
 
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
@@ -828,16 +823,10 @@ class MegaBatchCallback(Callback):
     @override
     def close(self) -> None:
         self._learning_rate.restore()
-        over = False
-        # The run is over once all members have closed; until then those that are left go on.
-        with suppress(OffbeatError):
-            over = self.group.closes_last()
-        self._close(over=over)
+        self.group.leave()
+        self._drop_merge()
 
-    def _close(self, *, over: bool = False) -> None:
-        if self._generations is not None:
-            self._generations.close(over=over)
-        self.group.close()
+    def _drop_merge(self) -> None:
         if self._under_way is not None:
             self._under_way.wait()  # It raises, now that the connections are closed.
             self._under_way = None

@@ -278,21 +278,14 @@ class ClaimRound:
             is_cut_short: whether what is left was not given out yet, for the most part.
         """
         left = without(self.spans, [span for claim in merged for span in claim.spans])
-        if left and is_cut_short:
-            return replace(self, round=self.round + 1, spans=left)
         if left:
-            return replace(self, round=self.round + 1, retry=self.retry + 1, spans=left)
+            retry = self.retry + (not is_cut_short)
+            return replace(self, round=self.round + 1, retry=retry, spans=left)
         if self.later:
             return replace(self, round=self.round + 1, retry=0, spans=self.later, later=())
-        ends = self.mega_batch + 1 == num_mega_batches
-        epoch, number = (self.epoch + 1, 0) if ends else (self.epoch, self.mega_batch + 1)
-        return ClaimRound(
-            epoch=epoch,
-            mega_batch=number,
-            round=self.round + 1,
-            retry=0,
-            spans=whole(epoch, number),
-        )
+        passes, number = divmod(self.mega_batch + 1, num_mega_batches)
+        moved = replace(self, epoch=self.epoch + passes, mega_batch=number, round=self.round + 1)
+        return replace(moved, retry=0, spans=whole(moved.epoch, number))
 
     def cut(self, end: int) -> ClaimRound:
         """The round that gives out only what stands before position `end`, and leaves the rest to

@@ -68,6 +68,7 @@ from offbeat.weights.optimizer_state import (
     shares_of_states,
 )
 from offbeat.weights.statistics import merge_running_average_, merge_statistics, merge_sums_
+from offbeat.xmc.row_gradients import RowGradient, as_sparse
 
 _NEARLY_ALL: Final = 0.95
 _GRADIENT: Final = "gradient"
@@ -285,9 +286,11 @@ class MergeProtocol:
                     continue  # no rank has one
                 values, rows = gradient.to(parameter.dtype), mean.rows.get(number)
                 if number in sparse and rows is None:
-                    rows = values.flatten(1).any(dim=1).nonzero().squeeze(1)
+                    rows = values.unsqueeze(1).flatten(1).any(dim=1).nonzero().squeeze(1)
                     values = values.index_select(0, rows)
-                parameter.grad = values if rows is None else _of_rows(values, rows, parameter.shape)
+                if rows is not None:
+                    values = as_sparse(RowGradient(rows, values), parameter.shape)
+                parameter.grad = values
         self.num_exchanges += 1
         return outcome
 
@@ -775,13 +778,6 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
     if gradient is None:
         return torch.zeros_like(parameter)
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-
-
-def _of_rows(values: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A sparse gradient, as optimizers of such want it. `rows` ascend."""
-    return torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
-    )
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:

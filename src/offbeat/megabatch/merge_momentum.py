@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import safetensors
-import safetensors.torch
 import torch
 
-from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.codec.tensor_bytes import packed, unpacked
 from offbeat.errors import CheckpointError, WireError
 from offbeat.transport.operations import Payload
+from offbeat.weights.model_weights import restore_
 
 GAMMA: Final = 0.9
 """Of the momentum of merges."""
@@ -78,44 +77,27 @@ class MergeMomentum:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `state`. Raises `CheckpointError` when it does not fit the parameters."""
-        wanted = {name: parameter.shape for name, parameter in self._parameters.items()}
-        shapes: dict[str, dict[str, torch.Size]] = {}
-        for key, tensor in state.items():
-            model, _, name = key.partition("/")
-            shapes.setdefault(model, {})[name] = tensor.shape
-        if not shapes.keys() <= {"latest", "before"} or any(s != wanted for s in shapes.values()):
-            raise CheckpointError(
-                "the merges' momentum was saved with another model or strategy; resume with the"
-                " same ones"
-            )
+        models = {key.partition("/")[0] for key in state}
+        live = {
+            f"{model}/{name}": _widened(parameter).clone()
+            for model in models & {"latest", "before"}
+            for name, parameter in self._parameters.items()
+        }
+        restore_(live, state, "the merges' momentum")
         self._latest, self._before = (
-            {
-                name: state[f"{model}/{name}"].to(_widened(parameter)).clone()
-                for name, parameter in self._parameters.items()
-                if model in shapes
-            }
+            {name: live[f"{model}/{name}"] for name in self._parameters if model in models}
             for model in ("latest", "before")
         )
 
     def to_bytes(self) -> bytes:
-        """The state in the format of safetensors, for a worker that joins the run."""
-        # The format has no complex128, so complex numbers travel as pairs.
-        real = {
-            key: torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            for key, tensor in self.state().items()
-        }
-        return to_bytes(real)
+        """The state, for a worker that joins the run."""
+        return packed(self.state())
 
     def from_bytes(self, payload: Payload) -> None:
         """Inverse of `to_bytes`. Raises `WireError` for what does not fit the parameters."""
         try:
-            state = safetensors.torch.load(bytes(payload))
-            for key, tensor in state.items():
-                parameter = self._parameters.get(key.partition("/")[2])
-                if parameter is not None and parameter.is_complex() and tensor.shape[-1:] == (2,):
-                    state[key] = torch.view_as_complex(tensor)
-            self.load(state)
-        except (safetensors.SafetensorError, CheckpointError) as error:
+            self.load(unpacked(payload, "the merges' momentum"))
+        except CheckpointError as error:
             raise WireError(
                 f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit"
                 f" the model; do all ranks train the same model? ({error})"

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from offbeat.collectives.gather import all_gather
-from offbeat.errors import PeerError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.membership.agreement import Generation, changes
+from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.membership.quorum import Arrivals, Quorum, among, first_to_arrive
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import StoreLostError
@@ -72,6 +74,7 @@ class AtomicGroup:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.is_new = self.has_newcomers = self.has_finished = False
+        self._generations: Generations | None = None  # None in a world of one
         self._store = store
         self._count = count
         self._notify, self._name_of = notify, name_of
@@ -132,15 +135,30 @@ class AtomicGroup:
                 rank: number for rank, number in self._waiting.items() if number > generation.number
             }
             self.has_newcomers = bool(self._waiting)
+            active = self._active
             self.is_new = self._left_out or (
-                self._active is not None and self._active.begun_as_new_after(generation)
+                active is not None
+                and active.is_new
+                and active.generation.number > generation.number
             )
 
+    def enter(self, enter: Callable[[GenerationHost], Generations | None]) -> None:
+        """Become a member by `enter`, as of `Context`. Collective. Whoever does closes."""
+        self._generations = enter(self)
+
     def abort(self, reason: str) -> None:
-        """Tell the peers that this rank has failed, and why."""
+        """Tell the peers that this rank has failed, and why; and close."""
         with self._changed:
             if self._active is not None:
                 self._active.driver.abort(reason)
+        self.close()
+
+    def leave(self) -> None:
+        """Close. The run is over once all members have; until then those that are left go on."""
+        over = False
+        with suppress(OffbeatError):
+            over = self.closes_last()
+        self.close(over=over)
 
     def closes_last(self) -> bool:
         """Say that this rank is about to close. Returns whether all other members of its generation
@@ -152,8 +170,11 @@ class AtomicGroup:
             return False
         return self._store.add(f"closing/{active.generation.number}", 1) >= active.generation.size
 
-    def close(self) -> None:
-        """Close the connections. Idempotent."""
+    def close(self, *, over: bool = False) -> None:
+        """End the membership and the connections. Idempotent. `over`: the run has ended for all."""
+        # The membership first: otherwise it could begin a generation that is never closed.
+        if self._generations is not None:
+            self._generations.close(over=over)
         with self._changed:
             self._closed = True
             active, self._active = self._active, None
@@ -280,9 +301,6 @@ class _ActiveGeneration:
         self._entries: dict[str, tuple[int, Sequence[int]]] = {}
         self._arrivals: Arrivals | None = None
 
-    def begun_as_new_after(self, generation: Generation) -> bool:
-        return self.is_new and self.generation.number > generation.number
-
     def attempt(self, work: GroupWork[T], store: Store) -> T:
         """Carry `work` out once, and commit its outcome. Raises `PeerError` where it is void."""
         # All members count attempts alike, so that the same number names the same work. All of
@@ -343,12 +361,11 @@ class _ActiveGeneration:
         if not place:
             self._entries[key] = self._num_attempts - 1, here
 
-        def verdict(*, done: bool) -> bool:
+        def is_done(word: str) -> bool:
             # The first word stands: the entry is written once, and whoever comes later reads it.
-            word = _DONE if done else _VOID
             return bool(store.compare_set(key, "", word) == _DONE.encode())
 
-        committed = all_or_none(place, len(here), work(generation, place), verdict)
+        committed = all_or_none(place, len(here), work(generation, place), is_done)
         if not are_all:
             committed = among(here, committed)
         return self.driver.run(committed, channel)
@@ -360,17 +377,8 @@ class _ActiveGeneration:
             del self._entries[entry]
 
 
-class CommitEntry(Protocol):
-    """The entry of the store that decides whether one piece of work is final."""
-
-    def __call__(self, *, done: bool) -> bool:
-        """Propose "done" or "void", and return whether the entry, written by this member or by an
-        earlier one, is "done". Must not wait for another member.
-        """
-
-
 def all_or_none(
-    position: int, size: int, work: Collective[T], commit_entry: CommitEntry
+    position: int, size: int, work: Collective[T], commit_entry: Callable[[str], bool]
 ) -> Collective[T]:
     """The outcome of `work`, which is then final for all members or for none, even if a member
     dies during it.
@@ -393,7 +401,9 @@ def all_or_none(
         position: the position of this member, 0 <= position < size.
         size: the number of members.
         work: this member's share of the work. It must not change anything that a peer could see.
-        commit_entry: the same entry at every member, used for this work in this generation only.
+        commit_entry: proposes "done" or "void", and returns whether the entry, written by this
+            member or by an earlier one, is "done". Does not wait for another member. The same entry
+            at every member, used for this work in this generation only.
 
     Raises:
         PeerError: a member was lost, and no member may use its outcome: repeat the work without the
@@ -404,10 +414,10 @@ def all_or_none(
         yield from all_gather(position, size, b"", bytes)
     except PeerError:
         # This member cannot know whether its peers completed the all-gather; the entry does.
-        if commit_entry(done=False):
+        if commit_entry(_VOID):
             return outcome
         raise
-    if not commit_entry(done=True):
+    if not commit_entry(_DONE):
         raise PeerError(
             "another member met with a death in the middle of this exchange, which is done again"
             " without the dead"

@@ -30,7 +30,6 @@ from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.simulation.training import (
     Buildable,
-    Common,
     Machine,
     SimulatedRank,
     TensorProfile,
@@ -248,8 +247,7 @@ def _simulate(strategy: Buildable, run: MeasuredRun, *, period: int, num_ranks: 
         moments=run.moments,
         dtype=run.dtype,
     )
-    common = Common(num_ranks)
-    machines = [_Machine(run, cluster, rank, common, steps) for rank in range(num_ranks)]
+    machines = [_Machine(run, cluster, rank, steps) for rank in range(num_ranks)]
     programs = [one.rank.train(strategy, timeline, with_lead_in(steps)) for one in machines]
     carry_out(cluster, programs)
     return Predicted(
@@ -279,10 +277,7 @@ class _Machine(Machine):
 
     shared = 0.2
 
-    def __init__(
-        self, run: MeasuredRun, cluster: VirtualCluster, rank: int, common: Common, steps: range
-    ) -> None:
-        self.common = common
+    def __init__(self, run: MeasuredRun, cluster: VirtualCluster, rank: int, steps: range) -> None:
         self.begun_s = self.ended_s = 0.0
         driver: Driver = cluster.drivers[rank]
         computed_s = run.computed_s[:, rank]
@@ -291,9 +286,6 @@ class _Machine(Machine):
         self.rank = SimulatedRank(driver, self)
         self._run, self._cluster, self._steps = run, cluster, steps
         self._factors = computed_s / (run.forward_s + run.backward_s + run.optimizer_s)
-
-    def asking(self) -> Collective[None]:
-        yield Sleep(2 * self._run.network.messages.alpha_s)
 
     def step_begins(self, step: int) -> Collective[None]:
         if step == self._steps.start:

@@ -3,8 +3,7 @@ without content, on a virtual cluster.
 
     build the strategy, as a session does
     for each step
-        where ranks share samples out: the strategy's loader says how many this rank's batch has
-        the forward pass takes its time; who looks into layers sees one after the other
+        the forward pass takes its time
         gradients become ready, one after the other, as long after each other as a profile says
         the optimizer's step takes its time
     at each of these moments the callbacks get the event that a session would give them
@@ -12,14 +11,15 @@ without content, on a virtual cluster.
 What callbacks compute takes no time here. What they have computed by the moment at which they send
 something is known by what they send: a dense operation has been copied into a vector, and is copied
 out of it; entries have been selected; a vector has been published, and is added by its receiver.
-Products and decompositions of matrices take their time when a callback makes them.
+Products of matrices take their time when a callback makes them. What else a plan wants of a rank,
+such as layers to look into, a subclass of `SimulatedRank` gives.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -41,17 +41,12 @@ from offbeat.codec.weightless import (
     weightless,
 )
 from offbeat.codec.wire import Wire
-from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.megabatch.callback import MegaBatchCallback
-from offbeat.megabatch.claims import ClaimLog
-from offbeat.megabatch.fetching import Fetcher
-from offbeat.megabatch.loader import DispatchLoader
+from offbeat.errors import ConfigError
 from offbeat.membership.agreement import Generation
-from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.generations import GenerationHost
 from offbeat.simulation.virtual import VirtualCluster
 from offbeat.simulation.virtual_driver import Job, VirtualThread, VirtualTicket
-from offbeat.simulation.weightless import WeightlessCodec, kept_bytes
+from offbeat.simulation.weightless import WeightlessCodec
 from offbeat.torch_private import WeightlessReads
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
 from offbeat.transport.operations import (
@@ -76,27 +71,8 @@ before it are: what is chosen in the first steps has been chosen by then.
 LEAD_IN: Final = 3
 """Steps before one in the middle of a run, so that what is measured in steps has been."""
 
-_MEGA_BATCHES_BEFORE: Final = 2
-"""Of a late one, so that batch sizes follow speeds, and a merge is under way."""
-
 _CHOICES_EVERY: Final = 500  # exchanges, by which numbers of measured exchanges are rounded
 _COUNTS, _LEFT = frozenset({"num_steps", "num_averages", "exchanges", "step"}), "num_left"
-
-
-class Common:
-    """What the ranks of a run share.
-
-    Attributes:
-        store: the run's.
-        handed_out: how many batches of the usual size the loader of each rank has handed out, if
-            ranks share samples out.
-        before: those of all ranks before the simulation.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self.store = HashStore()
-        self.handed_out = [0.0] * world_size
-        self.before = 0.0
 
 
 class Machine(Protocol):
@@ -104,21 +80,9 @@ class Machine(Protocol):
 
     Attributes:
         shared: which part of one rank's largest entries another rank has too, 0 to 1.
-        common: the same on all ranks.
     """
 
     shared: float
-    common: Common
-
-    def batch_begins(self, done: float) -> None:
-        """The rank is about to train, or to be handed a batch of its loader's, or has done with
-        them. So many of the usual size have been handed out to all ranks; where shares are equal,
-        to so many times the slowest. Of no consequence where ranks share no samples out.
-        """
-        return
-
-    def asking(self) -> Collective[None]:
-        """The way to the run's store, and back."""
 
     def step_begins(self, step: int) -> Collective[None]:
         """The rank begins a step, counted from 0, once it is not delayed any longer."""
@@ -143,14 +107,6 @@ class Machine(Protocol):
 
     def multiplying_s(self, num_elements: int, rank: int) -> float:
         """Seconds to multiply a matrix of so many elements by one of `rank` columns."""
-
-    def preconditioning_s(self, num_products: float) -> float:
-        """Seconds to multiply so many pairs of numbers, of gradients and of inverses."""
-        raise UnsupportedError("what layers take on this device was not measured")
-
-    def inverting_s(self, dim: int) -> float:
-        """Seconds to invert a symmetric matrix of `dim` rows."""
-        raise UnsupportedError("what layers take on this device was not measured")
 
     def publishing_s(self, num_bytes: float) -> float:
         """Seconds to bring a vector to where its messages leave from, and a result back: by
@@ -230,26 +186,6 @@ def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile
     return [*first, *found]
 
 
-class SeenLayer(Protocol):
-    """A layer that makes rows of `g_dim` columns of rows of `a_dim`."""
-
-    @property
-    def a_dim(self) -> int: ...
-
-    @property
-    def g_dim(self) -> int: ...
-
-    @property
-    def num_positions(self) -> int:
-        """Rows for a sample."""
-        ...
-
-    @property
-    def tensor(self) -> int:
-        """Which of the parameters its weight is, with its bias."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """What is trained, and when its gradients are there.
@@ -260,9 +196,6 @@ class Timeline:
         backward_s: the backward pass.
         optimizer_s: the optimizer's step.
         moments: what the optimizer keeps of each parameter, in tensors of its size.
-        layers: whose inputs and outputs callbacks may look at, in the order of the forward pass.
-        looks_s: what it takes to multiply all inputs and all outputs of layers by themselves.
-        batch_size: of the usual batch, in samples.
         dtype: of parameters and gradients.
     """
 
@@ -271,9 +204,6 @@ class Timeline:
     backward_s: float
     optimizer_s: float
     moments: int
-    layers: Sequence[SeenLayer] = ()
-    looks_s: float = 0.0
-    batch_size: int = 1
     dtype: torch.dtype = torch.float32
 
 
@@ -283,11 +213,14 @@ class Buildable(Protocol):
     @property
     def replicas_differ(self) -> bool: ...
 
+    @property
+    def shares_samples(self) -> bool: ...
+
     def build(self, context: Context) -> Sequence[Callback]: ...
 
 
 class SimulatedRank(VirtualThread):
-    """One rank of a run.
+    """One rank of a run. A subclass may have it do more.
 
     Args:
         inner: its driver of a virtual cluster.
@@ -297,15 +230,12 @@ class SimulatedRank(VirtualThread):
         machine: as given.
         step: that the rank is in, counted from 0.
         encode_s: computed because of the exchange, so far, in seconds of a device that is alone.
-        kept_bytes: memory that callbacks hold after the last step, less gradients that lie in it
-            and what the optimizer does not hold any more.
         exchanges: those that have ended in a step, in the mean.
     """
 
     def __init__(self, inner: Driver, machine: Machine) -> None:
         super().__init__(inner)
         self.encode_s = 0.0
-        self.kept_bytes = 0
         self.exchanges = 0.0
         self.machine = machine
         self.step = 0
@@ -313,7 +243,6 @@ class SimulatedRank(VirtualThread):
         self._moved_bytes = 0
         self._coded: WeightlessCode | None = None
         self._owed_s: defaultdict[Job | None, float] = defaultdict(float)
-        self._look_s: float | None = None
 
     def compute(self, seconds: float) -> None:
         """The clock goes on when this rank does something that others see."""
@@ -363,44 +292,19 @@ class SimulatedRank(VirtualThread):
         self.catch_up()
         super().complete(pending)
 
-    def look(self, call: Callable[[], T], seconds: float) -> tuple[T, float]:
-        """Let callbacks look at a layer. If they multiply what they see, that takes `seconds`.
+    def computes(self) -> dict[str, Callable[..., None]]:
+        """What takes time when callbacks compute it, by PyTorch's name of it."""
+        return {"mm": self.multiply_thin, "addmm_": self.multiply_thin}
 
-        Returns:
-            What `call` returns, and the seconds that were taken.
-        """
-        self._look_s, before_s = seconds, self.encode_s
-        found = call()
-        self._look_s = None
-        return found, self.encode_s - before_s
-
-    def _multiply(self, one: torch.Tensor, other: torch.Tensor, *, share: float = 1.0) -> None:
-        if self._look_s is None:
-            self.encode(self.machine.preconditioning_s(share * one.numel() * other.shape[-1]))
-        else:
-            self.encode(self._look_s)
-            self._look_s = 0.0  # however many products it is
-
-    def _solve(self, triangle: torch.Tensor, matrices: torch.Tensor) -> None:
-        self._multiply(matrices, triangle, share=0.5)
-
-    def _invert(self, matrices: torch.Tensor) -> None:
-        self.encode(len(matrices) * self.machine.inverting_s(matrices.shape[-1]))
-
-    def _multiply_thin(self, *operands: torch.Tensor) -> None:
-        if self._look_s is None:  # else it is the layer's own product
-            left, right = operands[-2:]
-            # Of the three the product's matrix is the largest, whichever it is.
-            sizes = left.numel(), right.numel(), left.shape[0] * right.shape[1]
-            self.encode(self.machine.multiplying_s(max(sizes), min(*left.shape, *right.shape)))
+    def multiply_thin(self, *operands: torch.Tensor) -> None:
+        """The last two of `operands` are multiplied, one of which is thin."""
+        left, right = operands[-2:]
+        # Of the three the product's matrix is the largest, whichever it is.
+        sizes = left.numel(), right.numel(), left.shape[0] * right.shape[1]
+        self.encode(self.machine.multiplying_s(max(sizes), min(*left.shape, *right.shape)))
 
     def _publish(self, num_bytes: int) -> None:
         self.encode(self.machine.publishing_s(num_bytes))
-
-    def ask_store(self) -> None:
-        """Wait for an answer of the run's store. One within a collective takes no time here."""
-        if self.is_awake:
-            self.run(self.machine.asking(), 0)
 
     @override
     def catch_up(self) -> None:
@@ -415,8 +319,7 @@ class SimulatedRank(VirtualThread):
         Args:
             strategy: whose callbacks get the events.
             timeline: of a step.
-            steps: counted from 0, ascending; see `with_lead_in`. Where ranks share samples out,
-                batches of all ranks together, of the usual size.
+            steps: counted from 0, ascending; see `with_lead_in`.
         """
         weightless = with_codecs(strategy, self._without_content)
         return self.carry(lambda: self._train(weightless, timeline, steps))
@@ -432,15 +335,8 @@ class SimulatedRank(VirtualThread):
         )
 
     def _train(self, strategy: Buildable, timeline: Timeline, steps: Collection[int]) -> None:
-        computes: dict[str, Callable[..., None]] = {
-            "mm": self._multiply_thin,
-            "addmm_": self._multiply_thin,
-            "bmm": self._multiply,
-            "linalg_solve_triangular": self._solve,
-            "linalg_cholesky_ex": self._invert,
-        }
-        with WeightlessReads(computes, self._publish), torch.no_grad():
-            model = _Model(timeline, self)
+        with WeightlessReads(self.computes(), self._publish), torch.no_grad():
+            model = self.model_of(timeline)
             parameters = {str(number): each for number, each in enumerate(model.tensors)}
             optimizer = _Optimizer(parameters.values(), timeline.moments)
             context = Context(
@@ -452,46 +348,64 @@ class SimulatedRank(VirtualThread):
                 notices=_Unheard(self.rank),
                 optimizer=optimizer,
                 model=model,
-                enter=lambda host: self._enter(host, parameters.values()),
-                own_store=self._own_store,
+                enter=lambda host: self.enter(host, parameters.values()),
+                own_store=self.own_store,
             )
             states_bytes = optimizer.num_bytes
             callbacks = list(strategy.build(context))
             gradients = [parameter.detach() for parameter in model.tensors]
             take_step = partial(self._take_step, callbacks, model, gradients, timeline)
-            policy = next((one for one in callbacks if isinstance(one, MegaBatchCallback)), None)
-            before = 0.0
-            if policy is not None:
-                batches = range(min(steps), max(steps) + 1)
-                loader = self._loader(policy, timeline.batch_size, batches)
-                callbacks.append(loader)
-                self._share_out(
-                    loader,
-                    timeline.batch_size,
-                    batches,
-                    take_step,
-                    is_equal=policy.shares_equally,
-                )
-            else:
-                taken = 0
-                for self.step in steps:
-                    if self.step != taken:
-                        _go_on_from(callbacks, self.step)
-                        before = _num_exchanges(callbacks)
-                    taken = self.step + 1
-                    take_step()
-            self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
+            before = self.take_steps(callbacks, take_step, timeline, steps)
             # Gradients that callbacks have taken into their buckets are in memory once.
-            self.kept_bytes += optimizer.num_bytes - states_bytes - self._moved_bytes
+            more_bytes = optimizer.num_bytes - states_bytes - self._moved_bytes
+            self.look_back(callbacks, parameters.values(), more_bytes)
             self.exchanges = (_num_exchanges(callbacks) - before) / len(steps)
-            if policy is None and strategy.replicas_differ:
+            if strategy.replicas_differ and not strategy.shares_samples:
                 for callback in callbacks:  # of ranks that go on, none must wait for this one
                     callback.on_finish()
+
+    def look_back(
+        self, callbacks: Sequence[Callback], parameters: Iterable[torch.Tensor], more_bytes: int
+    ) -> None:
+        """All steps have been taken. `more_bytes`: that the optimizer and gradients take
+        beyond what they did at first.
+        """
+
+    def model_of(self, timeline: Timeline) -> SimulatedModel:
+        """What is trained."""
+        return SimulatedModel(timeline, self)
+
+    def take_steps(
+        self,
+        callbacks: list[Callback],
+        take_step: Callable[..., None],
+        timeline: Timeline,
+        steps: Collection[int],
+    ) -> float:
+        """Take the steps of a run, and nothing between them.
+
+        Args:
+            callbacks: that get the events; what is added to them does too.
+            take_step: takes one, with a batch so many times the usual one; 1 by default.
+            timeline: of a step.
+            steps: as of `train`.
+
+        Returns:
+            How many exchanges had ended before the first step that follows the one before.
+        """
+        before, taken = 0.0, 0
+        for self.step in steps:
+            if self.step != taken:
+                _go_on_from(callbacks, self.step)
+                before = _num_exchanges(callbacks)
+            taken = self.step + 1
+            take_step()
+        return before
 
     def _take_step(
         self,
         callbacks: Sequence[Callback],
-        model: _Model,
+        model: SimulatedModel,
         gradients: Sequence[torch.Tensor],
         timeline: Timeline,
         size: float = 1.0,
@@ -532,15 +446,14 @@ class SimulatedRank(VirtualThread):
         self.catch_up()
         self.machine.step_ended(self.step)
 
-    def _enter(self, host: GenerationHost, parameters: Iterable[torch.Tensor]) -> None:
+    def enter(self, host: GenerationHost, parameters: Iterable[torch.Tensor]) -> None:
         """Make `host` a member of the only generation."""
-        driver: Driver = self
-        if not isinstance(host, AtomicGroup):  # which computes with what it sends
-            driver = _Miniatures(self, sum(parameter.numel() for parameter in parameters))
+        driver = _Miniatures(self, sum(parameter.numel() for parameter in parameters))
         host.begin(Generation.of_founders(self.world_size), self.rank, driver)
 
-    def _own_store(self) -> HashStore:
-        return _AskedStore(self, self.machine.common.store)  # type: ignore[return-value]  # as one of torch
+    def own_store(self) -> HashStore:
+        """The run's."""
+        return HashStore()
 
     @override
     def beside(
@@ -552,90 +465,14 @@ class SimulatedRank(VirtualThread):
 
         return super().beside(weightless_job, name=name, levels=levels)
 
-    def _loader(self, policy: MegaBatchCallback, batch_size: int, steps: range) -> DispatchLoader:
-        """Of batches without content, in a pass over the data that `steps` do not end."""
-        policy.feed(batch_size, dict.fromkeys(range(self.world_size)))
-        size = policy.samples_of_mega_batch
-        loader = DispatchLoader(
-            _NoData(size * (batch_size * steps.stop // size + 3)),
-            log=ClaimLog(self._own_store()),
-            policy=policy,
-            seed=0,
-            shuffles=False,
-            rank=self.rank,
-            notify=lambda remark: None,
-            clock=lambda: self.now_s(0),
-        )
-        first = batch_size * steps.start // size - _MEGA_BATCHES_BEFORE
-        if steps.start > REMEMBERED_STEPS * self.world_size and first > 0:
-            place = {"epoch": 0, "mega_batch": first, "claims": (), "updates": 0, "busy_s": 0.0}
-            loader.load_state_dict({"local": place})
-            self.machine.common.before = first * size / batch_size
-        return loader
 
-    def _share_out(
-        self,
-        loader: DispatchLoader,
-        batch_size: int,
-        steps: range,
-        take_step: Callable[[float], None],
-        *,
-        is_equal: bool,
-    ) -> None:
-        """Train until the mega-batch behind `steps` is merged."""
-        common, machine = self.machine.common, self.machine
-
-        def note() -> None:
-            out = common.handed_out
-            done = common.before + (len(out) * min(out) if is_equal else sum(out))
-            machine.batch_begins(max(done, loader.num_samples_merged / batch_size))
-
-        note()
-        while loader.num_samples_merged <= batch_size * steps.stop:
-            for num_samples in loader.one_mega_batch(goes_on=True):
-                self.catch_up()
-                note()
-                common.handed_out[self.rank] += num_samples / batch_size
-                take_step(num_samples / batch_size)
-                self.step += 1
-        loader.end_merge()
-        note()
-
-
-class _AskedStore:
-    """The run's store, of which each answer takes its time."""
-
-    def __init__(self, rank: SimulatedRank, store: HashStore) -> None:
-        self._rank, self._store = rank, store
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def answer(*asked: Any) -> Any:
-            self._rank.ask_store()
-            return getattr(self._store, name)(*asked)
-
-        return answer
-
-
-class _NoData(Fetcher):
-    """Gives the number of samples in the place of a batch."""
-
-    batches_ahead = 0
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    @override
-    def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[int]:
-        return map(len, numbers)
-
-
-class _Model(torch.nn.Module):
-    """A model of which only those who hook into its layers see more than the parameters. Times are
-    divided among layers by the numbers of multiplications.
+class SimulatedModel(torch.nn.Module):
+    """A model of which nobody sees more than the parameters.
 
     Attributes:
         tensors: its parameters, in order.
-        coming_s: how long those who look at layers are going to compute in the backward pass.
+        timeline, rank: as given.
+        coming_s: how long callbacks are going to compute in the backward pass.
     """
 
     def __init__(self, timeline: Timeline, rank: SimulatedRank) -> None:
@@ -643,60 +480,32 @@ class _Model(torch.nn.Module):
         self.tensors = [
             torch.nn.Parameter(_weightless(each, timeline.dtype)) for each in timeline.tensors
         ]
-        self.coming_s = 0.0
-        self._timeline, self._rank, layers = timeline, rank, timeline.layers
-        self._outputs: dict[int, tuple[torch.Tensor, float]] = {}
-        self.linears = torch.nn.ModuleList()
-        for layer in layers:
-            linear = torch.nn.Linear(1, 1, bias=False, device="meta")
-            linear.weight = self.tensors[layer.tensor]
-            self.linears.append(linear)
-        inside = {layer.tensor for layer in layers}
+        self.timeline, self.rank, self.coming_s = timeline, rank, 0.0
+        self.register()
+
+    def register(self) -> None:
+        """Put the parameters into modules."""
         for number, parameter in enumerate(self.tensors):
-            if number not in inside:
-                self.register_parameter(f"tensor_{number}", parameter)
-        whole = sum(one.num_positions * one.a_dim * one.g_dim for one in layers)
-        looks = sum(one.num_positions * (one.a_dim**2 + one.g_dim**2) for one in layers)
-        self._product_s = timeline.forward_s / (whole or 1)
-        self._look_s = timeline.looks_s / (looks or 1)
+            self.register_parameter(f"tensor_{number}", parameter)
 
     @override
     def forward(self, size: float, waiting: Sequence[Callback]) -> torch.Tensor | None:
         """With a batch `size` times the usual one, where `waiting` are told of each parameter
         before it is needed: as long after the begin as its gradient is ready before the end.
         """
-        rank, timeline, self.coming_s = self._rank, self._timeline, 0.0
-        output: torch.Tensor | None = None
-        for layer, linear in zip(timeline.layers, self.linears, strict=True):
-            shape = timeline.batch_size, layer.num_positions, layer.a_dim
-            look_s = self._look_s * layer.num_positions
-            with torch.enable_grad():
-                inputs = torch.empty(shape, device="meta")
-                output, looked_s = rank.look(partial(linear, inputs), look_s * layer.a_dim**2)
-            if output is not None and looked_s:
-                output_s = look_s * layer.g_dim**2
-                self._outputs[layer.tensor] = output, output_s
-                self.coming_s += output_s
-            product_s = size * self._product_s * layer.num_positions
-            rank.compute(product_s * layer.a_dim * layer.g_dim)
-        if output is None:
-            now, tensors = 0.0, timeline.tensors if waiting else ()
-            for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].ready):
-                needed = 1 - tensors[index].ready
-                rank.compute(size * (needed - now) * timeline.forward_s)
-                now = needed
-                for callback in waiting:
-                    callback.on_parameters_needed([index])
-            rank.compute(size * (1 - now) * timeline.forward_s)
-        return output
+        rank, timeline, now = self.rank, self.timeline, 0.0
+        tensors = timeline.tensors if waiting else ()
+        for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].ready):
+            needed = 1 - tensors[index].ready
+            rank.compute(size * (needed - now) * timeline.forward_s)
+            now = needed
+            for callback in waiting:
+                callback.on_parameters_needed([index])
+        rank.compute(size * (1 - now) * timeline.forward_s)
+        return None
 
     def backward(self, tensor: int) -> None:
         """The gradient of a parameter is about to be ready."""
-        if tensor in self._outputs:
-            output, look_s = self._outputs.pop(tensor)
-            one, weight = output.detach(), self.tensors[tensor]
-            # Those who look see by it that it is a pass of training.
-            self._rank.look(partial(torch.autograd.backward, output, one, inputs=weight), look_s)
 
 
 class _Miniatures(Wrapper):

@@ -12,7 +12,7 @@ for many: `num_bytes` then says what a message weighs.
 When nothing can ever happen again the run ends with `DeadlockError`, which says who waits for whom.
 A rank that raises or is killed is dead to its peers: their receives raise `PeerError`, as they
 would over sockets. A rank may have several collectives under way, as a process has threads
-(`run_in_background`), and may be stopped for a while (`freeze`).
+(`begin`), and may be stopped for a while (`freeze`).
 """
 
 from __future__ import annotations
@@ -391,9 +391,8 @@ class VirtualCluster:
         self._left: set[int] = set()
         self._frozen: dict[int, int] = {}
         self._touched: set[int] = set()
-        self._background: list[tuple[int, tuple[Collective[Any], int]]] = []
         self._tasks: list[tuple[int, Pending[Any]]] = []
-        self._tasks_of: list[list[int]] = []
+        self._tasks_of: list[list[int]] = [[] for _ in self.drivers]
 
     def run(
         self,
@@ -429,12 +428,9 @@ class VirtualCluster:
             Pending(driver, work, channel)
             for driver, work in zip(drivers, collectives, strict=True)
         ]
-        self._tasks, self._tasks_of = [], [[] for _ in own]
-        for rank, task in enumerate(own):
+        begun, self._tasks, self._tasks_of = self._tasks, [], [[] for _ in own]
+        for rank, task in [*enumerate(own), *begun]:
             self._add(rank, task)
-        for rank, work in self._background:
-            self._add(rank, Pending(drivers[rank], *work))
-        self._background.clear()
         ready: list[int] = []  # ascending
         unfinished = set(range(self.world_size))
         self.touch(*unfinished)
@@ -461,22 +457,18 @@ class VirtualCluster:
                 self._next_event(unfinished)
         for _, task in self._tasks:
             task.cancel()
+        self._tasks = []
         return [
             self._failed[rank] if rank in self._failed else own[rank].wait()
             for rank in range(self.world_size)
         ]
 
-    def run_in_background(self, rank: int, collective: Collective[object], *, channel: int) -> None:
-        """Carry out `collective` at `rank` during the next run, while the rank's own collective
-        goes on, as another thread would.
-
-        It is dropped when every rank's own is over. If it raises, the rank is dead.
-        """
-        self._background.append((rank, (collective, channel)))
-
     def begin(self, rank: int, collective: Collective[T], *, channel: int) -> Pending[T]:
-        """Begin `collective` at `rank` while the run goes on, as a thread of it would, and carry it
-        out beside the rank's own. `SleepUntil` waits for it.
+        """Carry out `collective` at `rank` beside the rank's own, as another thread would, in the
+        run that goes on, or else in the next one.
+
+        It is dropped when every rank's own is over. If it raises, the rank is dead. `SleepUntil`
+        waits for it.
         """
         pending = Pending(self.drivers[rank], collective, channel)
         self._add(rank, pending)

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat.errors import OffbeatError, PeerError, PeerTimeoutError
-from offbeat.transport.driver import DONE, Condition, Driver, Finished, Pending, Ticket
+from offbeat.transport.driver import DONE, Driver, Finished, Pending, Ticket, Wrapper
 from offbeat.transport.operations import (
     Collective,
     DenseOperation,
@@ -27,6 +27,8 @@ from offbeat.transport.operations import (
 
 if TYPE_CHECKING:
     from offbeat.simulation.virtual import VirtualCluster
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class VirtualTicket:
         return self._result()
 
 
-class VirtualThread(Driver):
+class VirtualThread(Wrapper):
     """A driver for code that waits for its collectives, as training does, and the threads that run
     it. One thread of all is awake, so nothing depends on how an operating system schedules them.
 
@@ -141,18 +143,8 @@ class VirtualThread(Driver):
     """
 
     def __init__(self, inner: Driver) -> None:
-        self.rank, self.world_size = inner.rank, inner.world_size
+        super().__init__(inner)
         self.job: Job | None = None
-        self._inner = inner
-
-    def start(self, operation: Operation, channel: int) -> Ticket:
-        return self._inner.start(operation, channel)
-
-    def now_s(self, channel: int) -> float:
-        return self._inner.now_s(channel)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def complete(self, pending: Pending[Any]) -> None:
         if not pending.poll():
@@ -164,7 +156,7 @@ class VirtualThread(Driver):
         """Whether code runs, and not a collective that it waits for."""
         return self.job is not None and self.job.is_awake
 
-    def condition(self) -> Condition:
+    def condition(self) -> threading.Condition:
         return _ThreadCondition(self)
 
     def beside(
@@ -245,27 +237,29 @@ class Job:
         self._has_stopped.release()
 
 
-class _ThreadCondition:
+class _ThreadCondition(threading.Condition):
     """Nobody else runs as long as the code of `thread` does, so there is nothing to lock; and
     whatever happens at a rank, all that waits there is looked at again.
     """
 
     def __init__(self, thread: VirtualThread) -> None:
+        super().__init__()
         self._thread = thread
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
         self._thread.catch_up()
+        return True
 
     def __exit__(self, *error: object) -> None:
         pass
 
-    def wait(self, timeout: float) -> None:
-        self._thread.run(_once(Sleep(timeout)), 0)
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.wait_for(bool, timeout)
 
-    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
         if not predicate():
             seconds = math.inf if timeout is None else timeout
-            self._thread.run(_once(SleepUntil(seconds, predicate)), 0)
+            self._thread.run(_once(SleepUntil(seconds, lambda: bool(predicate()))), 0)
         return predicate()
 
     def notify_all(self) -> None:

@@ -1,11 +1,9 @@
-"""The largest entries of vectors without content, and the memory that callbacks hold."""
+"""The largest entries of vectors without content."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from types import ModuleType
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -16,7 +14,6 @@ from offbeat.codec.sparse import Sparse
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
-from offbeat.transport.driver import Driver
 
 LayOut: TypeAlias = Callable[[Wire], WeightlessWire]
 """The arithmetic with numbers of entries in the place of that with entries."""
@@ -63,37 +60,3 @@ class _NumberSelector(Selector):
         # Two ranks have the part `shared` in common, or as much as they have by chance.
         num_places = min(num_elements, k / max(self.shared, k / num_elements))
         return Selection(sparse=cast(Sparse, WeightlessSparse(k, num_places)), finite=True)
-
-
-def kept_bytes(owners: Iterable[object], *, besides: Iterable[torch.Tensor]) -> int:
-    """Memory of the tensors that `owners`, and the objects in their attributes, hold.
-
-    Args:
-        owners: where to begin.
-        besides: tensors whose memory does not count.
-    """
-    storages = {id(one): one for one in (tensor.untyped_storage() for tensor in besides)}
-    num_others = sum(one.nbytes() for one in storages.values())
-    waiting, seen = list(owners), dict[int, object]()
-    while waiting:
-        owner = waiting.pop()
-        if id(owner) in seen:
-            continue
-        seen[id(owner)] = owner  # so that no other object gets its identifier
-        if isinstance(owner, torch.Tensor):
-            storage = owner.untyped_storage()
-            storages[id(storage)] = storage
-        else:
-            waiting.extend(_parts(owner))
-    return sum(one.nbytes() for one in storages.values()) - num_others
-
-
-def _parts(owner: Any) -> Iterator[object]:
-    if isinstance(owner, Mapping):
-        yield from owner.values()
-    elif isinstance(owner, list | tuple | deque | Set):
-        yield from owner
-    elif not isinstance(owner, Driver | ModuleType | type):
-        yield from getattr(owner, "__dict__", {}).values()
-        slots = (name for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ()))
-        yield from (getattr(owner, name, None) for name in slots)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
-
-import torch
+from typing import Any, TypeAlias
 
 from offbeat.torch_private import new_gloo_device
 from offbeat.transport.sockets import Address, listening_at
@@ -27,24 +25,6 @@ Backend: TypeAlias = Any
 
 BackendWork: TypeAlias = Any
 """Its handle of an operation under way, with `wait` and `is_completed`."""
-
-
-class Backends(Protocol):
-    """This rank's place among all ranks, and the backend for each device."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def backend_for(self, tensor: torch.Tensor) -> Backend:
-        """The backend that carries `tensor`. Raises `PeerError` when it has been closed."""
-
-    def wait(self, work: BackendWork) -> None:
-        """Return when `work` is over. Raises `PeerError` when a rank is dead that it waits for,
-        which the work's own `wait` may not notice.
-        """
 
 
 @dataclass(frozen=True, slots=True)

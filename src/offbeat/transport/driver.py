@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from operator import add
-from types import TracebackType
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from offbeat.errors import OffbeatError
@@ -64,26 +63,6 @@ class Finished:
 
 DONE: Final = Finished()
 """The ticket of one that has no result."""
-
-
-class Condition(Protocol):
-    """As `threading.Condition` with a lock that a thread may take again."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
-
-    def wait(self, timeout: float) -> object: ...
-
-    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool: ...
-
-    def notify_all(self) -> None: ...
 
 
 class Driver(ABC):
@@ -147,8 +126,8 @@ class Driver(ABC):
         while not pending.over:
             pending.advance()
 
-    def condition(self) -> Condition:
-        """What threads of this rank that share something wait on."""
+    def condition(self) -> threading.Condition:
+        """What threads of this rank wait on that share something; its lock may be taken again."""
         return threading.Condition()
 
     def beside(
@@ -293,7 +272,7 @@ class Wrapper(Driver):
     def now_s(self, channel: int) -> float:
         return self.inner.now_s(channel)
 
-    def condition(self) -> Condition:
+    def condition(self) -> threading.Condition:
         return self.inner.condition()
 
     def complete(self, pending: Pending[Any]) -> None:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from functools import partialmethod
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-from typing_extensions import override
 
 from offbeat.errors import MALFORMED, ConfigError, PeerError, WireError
 from offbeat.transport.link import PeerLimits, silence_s
@@ -42,8 +42,6 @@ _ENTRY_VERSION = 1
 _KEY_LABEL = b"offbeat network secret 1"
 
 _PROOF_LABEL = b"offbeat network proof 1"
-
-T = TypeVar("T")
 
 _opening = threading.Lock()
 
@@ -216,7 +214,6 @@ def create_network(
         founds: whether that entry is left.
     """
     bottom = bottom_of(store)
-    derived = _derived(secret, token)
     if rank == 0 and founds:
         entry = {
             "version": _ENTRY_VERSION,
@@ -227,11 +224,11 @@ def create_network(
         }
         bottom.set(_ENTRY_KEY, json.dumps(entry))
     return Network(
-        store=_own_prefix(bottom, token),
+        store=PrefixStore(f"{_ENTRY_KEY}/{token}", bottom),
         rank=rank,
         world_size=world_size,
         address=address,
-        secret=derived,
+        secret=_derived(secret, token),
         cipher=cipher,
     )
 
@@ -258,7 +255,6 @@ def find_network(
             " start it without OFFBEAT_RETURN, or wait until the others have attached"
         )
     token, world_size, proof, used = _read_entry(store.get(_ENTRY_KEY))
-    derived = _derived(secret, token)
     if not hmac.compare_digest(proof.encode(), proof_of(secret, token)):
         raise ConfigError(
             "OFFBEAT_RUN_SECRET is not the secret of the run that this worker is to join; the run"
@@ -269,13 +265,15 @@ def find_network(
             f"{CIPHER_VARIABLE} is {cipher} for this worker, and the run that it is to join uses"
             f" {used}; set that"
         )
-    return Network(
-        store=_own_prefix(store, token),
+    return create_network(
+        store,
+        token=token,
         rank=rank,
         world_size=world_size,
         address=address,
-        secret=derived,
+        secret=secret,
         cipher=cipher,
+        founds=False,
     )
 
 
@@ -311,10 +309,6 @@ def _listens(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _own_prefix(store: Store, token: str) -> Store:
-    return PrefixStore(f"{_ENTRY_KEY}/{token}", store)
 
 
 def _read_entry(raw: bytes) -> tuple[str, int, str, str]:
@@ -370,37 +364,9 @@ class OwnStore(Store):
         self._client.set_timeout(timedelta(seconds=limit_s))
         limit_answers(self._sockets, limit_s)
 
-    @override
-    def set(self, key: str, value: str) -> None:
-        self._answered(lambda: self._client.set(key, value))
-
-    @override
-    def get(self, key: str) -> bytes:
-        return self._answered(lambda: self._client.get(key))
-
-    @override
-    def add(self, key: str, value: int) -> int:
-        return self._answered(lambda: self._client.add(key, value))
-
-    @override
-    def check(self, keys: list[str]) -> bool:
-        return self._answered(lambda: self._client.check(keys))
-
-    @override
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._answered(lambda: self._client.compare_set(key, expected_value, desired_value))
-
-    @override
-    def delete_key(self, key: str) -> bool:
-        return self._answered(lambda: self._client.delete_key(key))
-
-    @override
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._answered(lambda: self._client.multi_get(keys))
-
-    def _answered(self, call: Callable[[], T]) -> T:
+    def _ask(self, name: str, *args: Any) -> Any:
         try:
-            return call()
+            return getattr(self._client, name)(*args)
         except RuntimeError as error:  # torch has several classes for these failures
             if isinstance(error, dist.DistNetworkError):
                 shut_down(self._sockets)
@@ -409,3 +375,8 @@ class OwnStore(Store):
                 f"the run's store cannot be asked any more ({reason}); has the process that serves"
                 " it ended?"
             ) from error
+
+
+# All that offbeat asks of a store.
+for _name in ("set", "get", "add", "check", "compare_set", "delete_key", "multi_get"):
+    setattr(OwnStore, _name, partialmethod(OwnStore._ask, _name))

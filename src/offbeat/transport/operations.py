@@ -19,14 +19,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.transport.backends import Backends, BackendWork
+from offbeat.transport.backends import BackendWork
+
+if TYPE_CHECKING:
+    from offbeat.transport.routed import C10d
 
 T = TypeVar("T")
 
@@ -186,14 +189,14 @@ class DenseOperation(_Named, ABC):
             operations: one of each rank, by rank. Sums are formed in this order.
         """
 
-    def begin(self, backends: Backends) -> BackendWork | None:
+    def begin(self, backends: C10d) -> BackendWork | None:
         """Begin the operation on a backend of PyTorch without waiting; None begins nothing, and
         leaves all of it to `finish`.
         """
         return None
 
     @abstractmethod
-    def finish(self, backends: Backends) -> Any:
+    def finish(self, backends: C10d) -> Any:
         """The result, once the work that `begin` returned is over. May block, in `backends.wait`
         alone.
         """
@@ -211,7 +214,7 @@ class _OfTensor(DenseOperation):
         return self.tensor.nbytes
 
     @override
-    def finish(self, backends: Backends) -> torch.Tensor:
+    def finish(self, backends: C10d) -> torch.Tensor:
         return self.tensor
 
 
@@ -233,7 +236,7 @@ class AllReduceTensor(_OfTensor):
         return [tensor.copy_(total) for tensor in tensors]
 
     @override
-    def begin(self, backends: Backends) -> BackendWork:
+    def begin(self, backends: C10d) -> BackendWork:
         backend = backends.backend_for(self.tensor)
         return backend.allreduce([self.tensor], dist.AllreduceOptions())
 
@@ -267,7 +270,7 @@ class ReduceScatterTensor(_OfEqualParts):
         return tensors
 
     @override
-    def begin(self, backends: Backends) -> BackendWork | None:
+    def begin(self, backends: C10d) -> BackendWork | None:
         backend, tensor = backends.backend_for(self.tensor), self.tensor
         if tensor.is_cuda:
             parts = list(tensor.chunk(backends.world_size))
@@ -280,7 +283,7 @@ class ReduceScatterTensor(_OfEqualParts):
         return backend.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
 
     @override
-    def finish(self, backends: Backends) -> torch.Tensor:
+    def finish(self, backends: C10d) -> torch.Tensor:
         if self.received:
             parts = self.received.pop().view(backends.world_size, -1)
             torch.sum(parts, dim=0, out=self.tensor.chunk(backends.world_size)[backends.rank])
@@ -301,7 +304,7 @@ class AllGatherTensor(_OfEqualParts):
         return [tensor.copy_(whole) for tensor in tensors]
 
     @override
-    def begin(self, backends: Backends) -> BackendWork | None:
+    def begin(self, backends: C10d) -> BackendWork | None:
         parts = list(self.tensor.chunk(backends.world_size))
         return backends.backend_for(self.tensor).allgather([parts], [parts[backends.rank]])
 
@@ -339,7 +342,7 @@ class Broadcast(_OfTensor):
         return [operation.tensor.copy_(source) for operation in operations]
 
     @override
-    def begin(self, backends: Backends) -> BackendWork:
+    def begin(self, backends: C10d) -> BackendWork:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.root, 0
         return backends.backend_for(self.tensor).broadcast([self.tensor], options)
@@ -392,7 +395,7 @@ class AllGather(DenseOperation):
         return [payloads] * len(payloads)
 
     @override
-    def finish(self, backends: Backends) -> list[bytes]:
+    def finish(self, backends: C10d) -> list[bytes]:
         mine = bytes_as_tensor(self.payload)
         backend = backends.backend_for(mine)
         # A backend gathers tensors of one length: first the lengths, then payloads with padding.

@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from typing_extensions import override
-
 from offbeat.errors import ConfigError, OffbeatError, PeerError, PeerTimeoutError, UnsupportedError
 from offbeat.transport.driver import DONE, Driver, Finished, Ticket
 from offbeat.transport.link import PeerLimits
-from offbeat.transport.mesh import WATCH_INTERVAL_S, Mesh
+from offbeat.transport.mesh import FINISHED, SESSION_ENDED, WATCH_INTERVAL_S, Mesh
 from offbeat.transport.operations import Now, Operation, Payload, Post, Recv, RecvAny, Send, Sleep
 from offbeat.transport.protection import PROTECTIONS, Cipher
 
@@ -106,7 +104,7 @@ class Peers(Driver):
             case RecvAny(peers):
                 for peer in peers - {self.rank}:
                     self._check_peer(peer)
-                return _ReceiveAny(self, operation, channel)
+                return _Receive(self, operation, channel)
             case Post(payload):
                 self._post(payload, channel)
                 return DONE
@@ -148,11 +146,15 @@ class Peers(Driver):
             self._update()
             return sorted(self._mesh.left)
 
-    def ended(self) -> list[int]:
-        """The ranks that train no more, by their numbers. Never blocks."""
+    def departures(self) -> dict[int, str]:
+        """The ranks that are dead and why; if there are none, those that have ended their training
+        or left, and what an error says of them. Never blocks.
+        """
         with self._changed:
             self._update()
-            return sorted(self._mesh.ended)
+            mesh = self._mesh
+            ended = dict.fromkeys(sorted(mesh.ended), SESSION_ENDED)
+            return dict(mesh.failures) or ended | dict.fromkeys(sorted(mesh.left), FINISHED)
 
     def end_training(self, channel: int) -> None:
         with self._changed:
@@ -293,14 +295,14 @@ class Peers(Driver):
 
 
 class _Receive:
-    """A receive of one peer's message under way."""
+    """A receive under way: of one peer's message, or of anybody's."""
 
     def __init__(self, driver: Peers, operation: Recv | RecvAny, channel: int) -> None:
-        self._driver = driver
+        self._driver, self.channel = driver, channel
+        self._takes_any = isinstance(operation, RecvAny)
         self.peers = (
             operation.peers if isinstance(operation, RecvAny) else frozenset([operation.peer])
         )
-        self.channel = channel
         timeout_s = operation.timeout_s
         self.deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
@@ -308,37 +310,22 @@ class _Receive:
         return self._driver._is_answered(self) or time.monotonic() >= self.deadline_s
 
     def wait(self) -> Any:
-        return self._driver._taken(self)[1]
+        taken = self._driver._taken(self)
+        return taken if self._takes_any else taken[1]
 
     def failure(self, mesh: Mesh) -> OffbeatError | None:
         """Why nothing will come; None: it still may."""
-        (peer,) = self.peers
-        return mesh.failure_of(peer, self.channel)
+        if self._takes_any:
+            return mesh.departure_of(self.peers)
+        return mesh.failure_of(min(self.peers), self.channel)
 
     def timeout(self, mesh: Mesh) -> PeerTimeoutError:
         """The error once the time limit has passed."""
-        (peer,) = self.peers
-        return PeerTimeoutError(
-            f"the time limit passed while {mesh.wait_of(peer, self.channel)}", rank=peer
-        )
-
-
-class _ReceiveAny(_Receive):
-    """A receive of anybody's message under way."""
-
-    @override
-    def wait(self) -> tuple[int, Payload]:
-        return self._driver._taken(self)
-
-    @override
-    def failure(self, mesh: Mesh) -> OffbeatError | None:
-        return mesh.departure_of(self.peers)
-
-    @override
-    def timeout(self, mesh: Mesh) -> PeerTimeoutError:
-        return PeerTimeoutError(
-            f"the time limit passed while rank {mesh.rank} waited for anybody's message"
-        )
+        passed = "the time limit passed while"
+        if self._takes_any:
+            return PeerTimeoutError(f"{passed} rank {mesh.rank} waited for anybody's message")
+        peer = min(self.peers)
+        return PeerTimeoutError(f"{passed} {mesh.wait_of(peer, self.channel)}", rank=peer)
 
 
 class _SleepTicket:

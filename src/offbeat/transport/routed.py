@@ -33,7 +33,6 @@ import torch
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.transport.backends import Backend, BackendWork
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.mesh import FINISHED, SESSION_ENDED
 from offbeat.transport.operations import DenseOperation, Operation
 from offbeat.transport.peers import Peers
 from offbeat.transport.sockets import (
@@ -324,11 +323,11 @@ def _with_cause(error: PeerError, messages: Peers) -> PeerError:
     if error.rank is not None:
         return error
     # One that has left says so before its connections close, so there is nothing to wait for.
-    departed = _departed(messages)
+    departed = messages.departures()
     if not departed:
         # gloo may see the broken connection before the heartbeats of ZeroMQ have given it up.
         messages.wait_for_death(CAUSE_TIMEOUT_S)
-        departed = _departed(messages)
+        departed = messages.departures()
     if not departed:
         return error
     rank, reason = next(iter(departed.items()))
@@ -336,17 +335,6 @@ def _with_cause(error: PeerError, messages: Peers) -> PeerError:
     return PeerError(
         f"rank {rank} {reason} (rank {messages.rank} learnt of it by this: {how})", rank=rank
     )
-
-
-def _departed(messages: Peers) -> dict[int, str]:
-    """The ranks that are dead and why; if there are none, those that have ended their training or
-    left, and what an error says of them.
-    """
-    ended = dict.fromkeys(messages.ended(), SESSION_ENDED)
-    in_good_order = ended | dict.fromkeys(messages.left(), FINISHED)
-    # Asked last: a rank that fails says so, and whom it blames, before it leaves; what it said may
-    # arrive between two of these calls.
-    return messages.dead() or in_good_order
 
 
 @dataclass(frozen=True, slots=True)

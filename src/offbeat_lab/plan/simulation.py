@@ -33,11 +33,12 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
 from offbeat.simulation.measured import LATER
-from offbeat.simulation.training import LEAD_IN, Common, with_lead_in
+from offbeat.simulation.training import LEAD_IN, with_lead_in
 from offbeat.simulation.virtual import DenseLinks, Tree, VirtualCluster, VirtualLink
 from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat_lab.cluster import Cluster
+from offbeat_lab.plan.methods.planned_rank import Common
 from offbeat_lab.plan.profile import ModelProfile
 
 if TYPE_CHECKING:

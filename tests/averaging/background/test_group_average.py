@@ -544,7 +544,7 @@ def test_a_rank_that_has_passed_a_version_does_not_count_for_ranks_that_have_not
         yield Post(finish(generation=GENERATION))
 
     for rank, (version, when_s) in enumerate([(5, 1.0), (0, 2.0), (0, 50.0)]):
-        cluster.run_in_background(rank, arrivals(version, when_s), channel=SERVE)
+        cluster.begin(rank, arrivals(version, when_s), channel=SERVE)
     cluster.run([serve(rank, settings, port) for rank, port in enumerate(ports)], channel=SERVE)
     for port in ports:
         first = next(outcome for outcome in port.outcomes if outcome.version == 0)

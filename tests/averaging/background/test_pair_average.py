@@ -162,7 +162,7 @@ def play(
 
     world_size = len(ports)
     for rank in range(world_size):
-        cluster.run_in_background(rank, train(rank), channel=SERVE)
+        cluster.begin(rank, train(rank), channel=SERVE)
     partners = partners or [[(rank + 1) % world_size] for rank in range(world_size)]
     work = [
         serve(rank, settings_of(rank, world_size, partners[rank]), port)

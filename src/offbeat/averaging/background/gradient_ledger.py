@@ -11,6 +11,7 @@ A gradient passes through three accounts of its rank, and no account loses anyth
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,7 +23,6 @@ from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
 from offbeat.averaging.background.shared_model import SharedModel, Taken
 from offbeat.codec.model_wire import Counters, Values
-from offbeat.transport.driver import Condition
 
 UsedParameters = NDArray[np.bool_]
 """Which parameters had a gradient, shape (num_parameters,)."""
@@ -51,7 +51,7 @@ class GradientLedger(SharedModel):
         *,
         make_rule: Callable[[Values], MergeRule],
         averages_models: Callable[[int], bool],
-        changed: Condition | None = None,
+        changed: threading.Condition | None = None,
     ) -> None:
         # A rank that skipped more than one arrival would keep its gradients for too long.
         super().__init__(make_rule, max_credit=1, changed=changed)

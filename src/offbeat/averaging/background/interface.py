@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -51,13 +50,20 @@ class Contribution:
     anchor: Values | None = None
 
 
-class ReadableElements(Protocol):
-    """A vector that is read a few elements at a time, as an array is."""
+class ReadInParts:
+    """A vector, made where it is read: of a model's size, it is never in memory as a whole.
 
-    @property
-    def size(self) -> int: ...
+    Args:
+        size: its number of elements.
+        read: makes the elements of a range.
+    """
 
-    def __getitem__(self, span: slice, /) -> Values: ...
+    def __init__(self, size: int, read: Callable[[slice], Values]) -> None:
+        self.size, self._read = size, read
+
+    def __getitem__(self, span: slice) -> Values:
+        begin, end, _ = span.indices(self.size)
+        return self._read(slice(begin, end))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,14 +90,14 @@ class Piece:
     """
 
     begin: int
-    average: ReadableElements
+    average: Values | ReadInParts
     notes: tuple[Note, ...]
-    contributed: ReadableElements | None
+    contributed: Values | ReadInParts | None
     fresh: bool
     counters: Counters = field(default_factory=no_counters)
     codes: tuple[Codes, Codes] | None = None
     of_changes: bool = False
-    anchor: ReadableElements | None = None
+    anchor: Values | ReadInParts | None = None
 
     @property
     def end(self) -> int:
@@ -235,39 +241,28 @@ def check_values(
     Raises:
         WireError: the message holds something else.
     """
-    found = (message.num_elements, message.begin, message.size, message.counters.size)
     num_values, num_counters = (end - begin, settings.num_counters) if has_values else (0, 0)
+    allowed = [(num_values, 0, 0, 0)]
+    if num_values and message.kind != MessageKind.MODEL_REPLY:
+        changes = settings.changes_in(message.version)
+        rounding = settings.rounding if changes is None else Rounding(changes.exact)
+        if rounding is not None:
+            num_exact = rounding.num_exact(begin, end)
+            short = (num_exact, num_values, 0, 0)
+            if changes is not None:
+                coded_bytes = int(changes.values.num_bytes(num_values))
+                short = (num_exact, 0, changes.values.bits, coded_bytes)
+            # An owner that is not in its average sends it as it is.
+            allowed = [short, *allowed] if message.kind == MessageKind.AVERAGE else [short]
+    found = (message.num_elements, message.begin, message.size, message.counters.size)
     expected = (settings.num_elements, begin, num_values, num_counters)
-    if found != expected or (message.size and message.values.dtype != settings.dtype):
+    sizes = (message.values.size, message.codes.size, message.bits, message.coded.size)
+    has_type = not message.size or message.values.dtype == settings.dtype
+    if found != expected or sizes not in allowed or not has_type:
         raise WireError(
             f"rank {sender} sent for version {message.version} (elements of the model, first,"
-            f" number, counters) = {found} of {message.values.dtype}, expected were {expected} of"
-            f" {settings.dtype}; do all ranks train the same model?"
+            f" number, counters) = {found} of {message.values.dtype}, as (values, codes, bits,"
+            f" bytes of codes) = {sizes}; expected were {expected} of {settings.dtype}, as"
+            f" {' or '.join(map(str, allowed))}; do all ranks train the same model, and have the"
+            " same options?"
         )
-    rounding, changes = settings.rounding, None
-    if message.kind == MessageKind.MODEL_REPLY:
-        rounding = None
-    elif changes := settings.changes_in(message.version):
-        rounding = Rounding(changes.exact)
-    is_rounded = message.codes.size > 0 or message.bits > 0
-    is_right = is_rounded == (rounding is not None and num_values > 0)
-    # An owner that is not in its average sends it as it is.
-    is_right |= rounding is not None and message.kind == MessageKind.AVERAGE
-    if is_rounded and changes is not None:
-        coded_bytes = changes.values.num_bytes(num_values)
-        is_right &= (message.bits, message.coded.size) == (changes.values.bits, coded_bytes)
-    elif message.bits:
-        is_right = False
-    if not is_right:
-        raise WireError(
-            f"rank {sender} sent {'' if is_rounded else 'no '}rounded values for version"
-            f" {message.version}; do all ranks have the same options?"
-        )
-    if is_rounded and rounding is not None:
-        num_exact = rounding.num_exact(begin, end)
-        if message.values.size != num_exact:
-            raise WireError(
-                f"rank {sender} sent {message.values.size} values for version {message.version}"
-                f" that are not rounded, expected were {num_exact}; do all ranks train the same"
-                " model?"
-            )

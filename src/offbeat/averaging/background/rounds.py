@@ -23,7 +23,7 @@ together the owner adds to its own model. So the weighted sum over members stays
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -33,6 +33,7 @@ from offbeat.averaging.background.interface import (
     Contribution,
     Piece,
     ProtocolSettings,
+    ReadInParts,
     check_values,
 )
 from offbeat.codec.model_wire import (
@@ -223,12 +224,8 @@ class GroupRound(ABC):
 class DirectRound(GroupRound):
     """Every member sends its whole model to every other member."""
 
-    def __init__(
-        self, version: int, group: tuple[int, ...], *, rank: int, settings: ProtocolSettings
-    ) -> None:
-        super().__init__(version, group, rank=rank, settings=settings)
-        self._participants: frozenset[int] = frozenset()
-        self._decided = False
+    _participants: frozenset[int] = frozenset()
+    _decided = False
 
     def contribute(self, mine: Contribution | None, absent: Set[int], *, arrived: bool) -> Outgoing:
         self.contributed = True
@@ -504,22 +501,6 @@ class ScatteredRound(GroupRound):
             codes=codes,
             of_changes=self._changes is not None,
         )
-
-
-class ReadInParts:
-    """A vector, made where it is read: of a model's size, it is never in memory as a whole.
-
-    Args:
-        size: its number of elements.
-        read: makes the elements of a range.
-    """
-
-    def __init__(self, size: int, read: Callable[[slice], Values]) -> None:
-        self.size, self._read = size, read
-
-    def __getitem__(self, span: slice) -> Values:
-        begin, end, _ = span.indices(self.size)
-        return self._read(slice(begin, end))
 
 
 def _cut(chunk: ModelMessage, span: slice, rounding: Rounding | None) -> ModelMessage:

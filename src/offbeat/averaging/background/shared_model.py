@@ -76,7 +76,6 @@ from offbeat.averaging.background.interface import Contribution, Piece, VersionR
 from offbeat.averaging.background.merge_rules import MergeRule
 from offbeat.codec.model_wire import Counters, Note, Values, no_counters
 from offbeat.errors import PeerError
-from offbeat.transport.driver import Condition
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,19 +110,6 @@ class Taken(NamedTuple):
     is_held: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerArrival:
-    """The trainer has arrived at a version that is not closed.
-
-    Attributes:
-        version: the version.
-        has_quorum: whether enough ranks have arrived at it.
-    """
-
-    version: int
-    has_quorum: bool = False
-
-
 class SharedModel:
     """A rank's model, its integer buffers and its step, for the three threads that use it.
 
@@ -141,7 +127,6 @@ class SharedModel:
             adopted.
         steps_behind: how many steps this rank had made less than half of the ranks when it last
             heard of theirs; 0 for that half.
-        arrival: the trainer's, until its version is closed.
         held_by: the members that must end their steps before this rank begins another one.
         epoch: number of generations begun so far.
         on_missing_model: is called, outside the lock, with a member that may have been asked for
@@ -155,7 +140,7 @@ class SharedModel:
         one_at_a_time: bool = True,
         max_credit: int = 20,
         interval: int = 1,
-        changed: Condition | None = None,
+        changed: threading.Condition | None = None,
     ) -> None:
         # Its lock may be taken again because transitions use each other.
         self._changed = changed or threading.Condition()
@@ -177,7 +162,8 @@ class SharedModel:
         self._missed: set[int] = set()  # closed without an average, which may still arrive
         self._newest = -1
         self._invited: int | None = None
-        self.arrival: TrainerArrival | None = None
+        self._arrival: int | None = None  # the version, until it is closed
+        self._has_quorum = False
         self._trainer_waits = False
         self._credit = 0
         self._awaited: int | None = None
@@ -271,7 +257,7 @@ class SharedModel:
     @property
     def _is_free(self) -> bool:
         """Whether `arrive` need not wait for a contribution that is under way."""
-        return self.arrival is None and not (self._one_at_a_time and self._open)
+        return self._arrival is None and not (self._one_at_a_time and self._open)
 
     @property
     def _skips_arrival(self) -> bool:
@@ -307,7 +293,7 @@ class SharedModel:
             if not self._is_free:
                 return None
             version = self._upcoming
-            self.arrival, self._invited = TrainerArrival(version), None
+            self._arrival, self._has_quorum, self._invited = version, False, None
             self._trainer_waits = must_wait(version)
             return version
 
@@ -364,9 +350,9 @@ class SharedModel:
 
         def is_over() -> bool:
             return (
-                self.arrival is None
+                self._arrival is None
                 or self._error is not None
-                or (self.arrival.has_quorum and not for_average)
+                or (self._has_quorum and not for_average)
             )
 
         with self._changed:
@@ -420,7 +406,7 @@ class SharedModel:
         """
         with self._changed:
             if self.is_arrived_at(version):
-                self.arrival = TrainerArrival(version, has_quorum=True)
+                self._has_quorum = True
                 self._changed.notify_all()
 
     def await_step(self, version: int) -> bool:
@@ -462,7 +448,7 @@ class SharedModel:
                 self.steps_behind = max(0, half - self.step)
             self._open.discard(result.version)
             if self.is_arrived_at(result.version):
-                self.arrival = None
+                self._arrival = None
             self._changed.notify_all()
 
     def merge_late(self, version: int, piece: Piece) -> None:
@@ -587,7 +573,7 @@ class SharedModel:
     def is_arrived_at(self, version: int) -> bool:
         """Whether the trainer has arrived at `version`, and the version is not closed."""
         with self._changed:
-            return self.arrival is not None and self.arrival.version == version
+            return self._arrival == version
 
     def take_awaited(self) -> int | None:
         """The version after which peers await the end of this rank's step; None if they do not.

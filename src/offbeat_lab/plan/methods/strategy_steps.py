@@ -23,14 +23,7 @@ from offbeat.collectives.base import Exchanged
 from offbeat.errors import ConfigError
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import factor_shape
-from offbeat.simulation.training import (
-    Machine,
-    SimulatedRank,
-    TensorProfile,
-    Timeline,
-    carry_out,
-    fused,
-)
+from offbeat.simulation.training import TensorProfile, carry_out, fused
 from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Ticket, Wrapper
@@ -43,6 +36,7 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
+from offbeat_lab.plan.methods.planned_rank import PlannedMachine, PlannedRank, PlannedTimeline
 from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile
 from offbeat_lab.plan.simulation import FEW_WORKERS, ClosedForm, Run, Setting, Simulated
 
@@ -149,7 +143,7 @@ class StrategySteps:
             tensors, layers = laid_out(profile)
         elif not self._by_tensor:
             tensors = fused(tensors, most)
-        timeline = Timeline(
+        timeline = PlannedTimeline(
             tensors=tensors,
             forward_s=profile.batch.forward_s - profile.padding_s,
             backward_s=profile.batch.backward_s,
@@ -236,7 +230,7 @@ def laid_out(profile: ModelProfile) -> tuple[list[TensorProfile], list[Layer]]:
     return found, layers
 
 
-class _Machine(Wrapper, Machine):
+class _Machine(Wrapper, PlannedMachine):
     """One rank's device and its links, as a profile and a cluster describe them. What it counts is
     the mean of the steps that `run` looks at.
     """
@@ -245,7 +239,7 @@ class _Machine(Wrapper, Machine):
         super().__init__(run.cluster.drivers[rank])
         self.world_size = run.setting.world_size
         self.shared, self.profile = run.setting.shared, run.setting.profile
-        self.simulated = SimulatedRank(self, self)
+        self.simulated = PlannedRank(self, self)
         self.step_s = self.encode_s = self.bytes_sent = self.alpha_s = self.beta_s = 0.0
         self._run, self._weight = run, 0.0
         self._begun_s = self._encoded_s = self._forward_s = 0.0
