@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from ranks_support.launch import run_ranks, templates  # noqa: E402
 from ranks_support.leaks import no_leaks  # noqa: E402
+from ranks_support.measurements import measure_little  # noqa: E402
 from ranks_support.threads import in_thread  # noqa: E402
 
 __all__ = ["in_thread", "run_ranks", "templates"]
@@ -25,6 +26,8 @@ os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 
 # Tests run side by side, and the order of sums must not depend on the number of cores.
 torch.set_num_threads(1)
+
+measure_little()
 
 atexit.register(gc.unfreeze)  # else what extensions hold would be taken for a leak
 
