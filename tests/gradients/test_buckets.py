@@ -1,5 +1,5 @@
-"""What a bucket asks of its parameters' memory, and in which order messages are launched, whatever is
-ready first.
+"""What a bucket asks of its parameters' memory, and in which order messages are launched,
+whatever is ready first.
 """
 
 from __future__ import annotations
