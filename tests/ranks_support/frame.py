@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -33,9 +34,14 @@ atexit.register(gc.unfreeze)  # else what extensions hold would be taken for a l
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is looked at no more when garbage is collected."""
+    """What was imported is looked at no more when garbage is collected; and pytest, which reads the
+    logs of each phase of a test, hears of torch's dozens of loggers by the root alone.
+    """
     gc.freeze()
     gc.enable()
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 settings.register_profile(
