@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -118,22 +119,30 @@ class Use:
         return next((name for name in names if f"{self.name}.".startswith(f"{name}.")), None)
 
 
+Nodes: TypeAlias = tuple[ast.AST, ...]
+
+
+def nodes_in(source: str) -> Nodes:
+    return tuple(ast.walk(ast.parse(source)))
+
+
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
+def nodes_of(path: Path) -> Nodes:
+    """Walked through once, since several laws ask for all of them."""
+    return nodes_in(path.read_text())
 
 
 @cache
 def uses_of(path: Path) -> tuple[Use, ...]:
-    return tuple(find_uses(tree_of(path)))
+    return tuple(find_uses(nodes_of(path)))
 
 
-def find_uses(tree: ast.Module) -> Iterator[Use]:
+def find_uses(nodes: Nodes) -> Iterator[Use]:
     """Every imported name in full, and every attribute of one: `import torch as t; t.load` uses
     `torch` and `torch.load`.
     """
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 known[alias.asname or alias.name.partition(".")[0]] = (
@@ -145,7 +154,7 @@ def find_uses(tree: ast.Module) -> Iterator[Use]:
             for alias in node.names:
                 known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 yield Use(f"{node.module}.{alias.name}", node.lineno)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and (name := dotted(node)):
             first, _, rest = name.partition(".")
             if first in known:
@@ -232,7 +241,7 @@ def test_public_names_of_classes_are_unique() -> None:
     """One name means one thing in both packages."""
     places: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path.relative_to(SOURCE).as_posix())
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
@@ -262,17 +271,17 @@ STANDARD_PRIVATE = frozenset({"_replace", "_exit", "_value2member_map_"})
 """Names of the standard library that are documented in spite of their underscore."""
 
 
-def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def private_names(nodes: Nodes) -> Iterator[tuple[int, str]]:
     """The line and the name of each private attribute that is not of `self`, its class or another
     instance of it, and of each private name that is imported.
     """
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     defined |= {
         node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+        for node in nodes
+        if isinstance(node, ast.Attribute) and dotted(node.value) == "self"
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if node.attr not in STANDARD_PRIVATE | defined:
                 yield node.lineno, ast.unparse(node)
@@ -294,10 +303,10 @@ def test_private_names_of_pytorch_stand_in_one_file() -> None:
     def names(path: Path) -> Iterator[tuple[int, str]]:
         if path == SOURCE / LIBRARY / "torch_private.py":
             return
-        tree = tree_of(path)
-        yield from private_names(tree)
+        nodes = nodes_of(path)
+        yield from private_names(nodes)
         # The names may not be reached as strings either, as by `getattr`.
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Constant) and node.value in known:
                 yield node.lineno, str(node.value)
 
@@ -305,7 +314,7 @@ def test_private_names_of_pytorch_stand_in_one_file() -> None:
 
 
 def names_of_torch_private() -> frozenset[str]:
-    nodes = list(ast.walk(tree_of(SOURCE / LIBRARY / "torch_private.py")))
+    nodes = nodes_of(SOURCE / LIBRARY / "torch_private.py")
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     strings = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     return frozenset(name for name in attributes | strings if is_private(name))
@@ -322,12 +331,12 @@ def names_of_torch_private() -> frozenset[str]:
     ],
 )
 def test_private_names_are_found_in_every_form(source: str) -> None:
-    assert list(private_names(ast.parse(source)))
+    assert list(private_names(nodes_in(source)))
 
 
 def test_a_private_name_of_the_same_class_is_no_offence() -> None:
     source = "class A:\n    def f(self, a):\n        self._x = 1\n        return a._x"
-    assert list(private_names(ast.parse(source))) == []
+    assert list(private_names(nodes_in(source))) == []
 
 
 def test_nothing_is_pickled() -> None:
@@ -347,7 +356,7 @@ def test_numpy_never_unpickles() -> None:
     """`numpy.load` unpickles only when it is told to."""
 
     def told_to(path: Path) -> Iterator[tuple[int, str]]:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             for keyword in node.keywords if isinstance(node, ast.Call) else ():
                 if keyword.arg == "allow_pickle" and not (
                     isinstance(keyword.value, ast.Constant) and keyword.value.value is False
@@ -423,4 +432,4 @@ def test_the_order_is_read_from_every_form_of_import(
     ],
 )
 def test_uses_are_found_under_any_name(source: str, name: str) -> None:
-    assert name in {use.name for use in find_uses(ast.parse(source))}
+    assert name in {use.name for use in find_uses(nodes_in(source))}

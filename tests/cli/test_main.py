@@ -16,7 +16,7 @@ import pytest
 
 import offbeat
 from offbeat.strategies import REGISTRY
-from offbeat_lab.cli.main import main
+from offbeat_lab.cli.main import app, main
 from offbeat_lab.native import NATIVE
 
 
@@ -39,18 +39,22 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
     return lambda *arguments: Outcome(capsys, monkeypatch, *arguments)
 
 
-def in_a_fresh_interpreter(program: str, *arguments: str) -> list[Any]:
-    """What `program` says of each of its arguments by `tell`, all of them in one process."""
-    prelude = (
-        "import json, os, sys\n"
-        "from offbeat_lab.cli.main import app, main\n"
-        "def tell(value): print('\\ntold:', json.dumps(value), flush=True)\n"
-        "def ended(begin):\n"
-        "    try: begin()\n"
-        "    except SystemExit as end: return end.code or 0\n"
-    )
+CALLS = """
+import json, sys
+from offbeat_lab.cli.main import main
+for words in sys.argv[1:]:
+    sys.argv = ["offbeat", *words.split()]
+    try: status = main()
+    except SystemExit as end: status = end.code or 0
+    heavy = {"torch", "numpy", "zmq", "sklearn"} & sys.modules.keys()
+    print("\\ntold:", json.dumps([status, *heavy]), flush=True)
+"""
+
+
+def in_a_fresh_interpreter(*commands: str) -> list[list[Any]]:
+    """The exit status of each command, and what is imported once it has ended."""
     answer = subprocess.run(
-        [sys.executable, "-c", prelude + program, *arguments],
+        [sys.executable, "-c", CALLS, *commands],
         check=False,
         capture_output=True,
         text=True,
@@ -59,19 +63,6 @@ def in_a_fresh_interpreter(program: str, *arguments: str) -> list[Any]:
     assert answer.returncode == 0, answer.stderr
     told = [line for line in answer.stdout.splitlines() if line.startswith("told: ")]
     return [json.loads(line.removeprefix("told: ")) for line in told]
-
-
-CALLS = (
-    "for words in sys.argv[1:]:\n"
-    "    sys.argv = ['offbeat', *words.split()]\n"
-    "    tell([ended(main), *({'torch', 'numpy', 'zmq', 'sklearn'} & sys.modules.keys())])\n"
-)
-"""The exit status of each command, and what is imported once it has ended."""
-
-
-def test_help_and_version_import_nothing_heavy() -> None:
-    commands = ("--help", "--version", "train --help")
-    assert in_a_fresh_interpreter(CALLS, *commands) == [[0]] * len(commands)
 
 
 def test_version(call) -> None:
@@ -110,17 +101,16 @@ COMPLETED = {
 }
 
 
-def test_the_shell_completes_commands_and_strategies() -> None:
-    program = (
-        "import contextlib, io\n"
-        "commands, sys.argv = sys.argv[1:], ['offbeat']\n"
-        "os.environ['_OFFBEAT_COMPLETE'] = 'complete_bash'\n"
-        "for words in commands:\n"
-        "    os.environ |= {'COMP_WORDS': words, 'COMP_CWORD': str(len(words.split()) - 1)}\n"
-        "    with contextlib.redirect_stdout(io.StringIO()) as said: ended(app)\n"
-        "    tell(said.getvalue().split())\n"
-    )
-    assert in_a_fresh_interpreter(program, *COMPLETED) == list(COMPLETED.values())
+def test_the_shell_completes_commands_and_strategies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_OFFBEAT_COMPLETE", "complete_bash")
+    for words, offered in COMPLETED.items():
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        with pytest.raises(SystemExit):
+            app(prog_name="offbeat")
+        assert capsys.readouterr().out.split() == offered
 
 
 def test_tasks_are_listed_with_their_options(call) -> None:
@@ -150,10 +140,13 @@ MISSPELT = (
     "compare --strategies ddp,gtopc --task digits",
     "watch nowhere --nonsense",
 )
+HELP = ("--help", "--version", "train --help")
 
 
-def test_what_is_misspelt_is_said_before_torch_is_imported() -> None:
-    listed, *refused = in_a_fresh_interpreter(CALLS, "strategies", *MISSPELT)
+def test_help_imports_nothing_heavy_and_what_is_misspelt_is_said_before_torch_is_imported() -> None:
+    found = in_a_fresh_interpreter(*HELP, "strategies", *MISSPELT)
+    helped, (listed, *refused) = found[: len(HELP)], found[len(HELP) :]
+    assert helped == [[0]] * len(HELP)
     assert listed[0] == 0
     assert "torch" not in listed
     for words, (status, *imported) in zip(MISSPELT, refused, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
+from offbeat.codec.index_codecs import decode_rows, encode_rows
 from offbeat.codec.sparse import Sparse, add
-from offbeat.codec.tally import Tally
+from offbeat.codec.tally import Tally, is_finite
 from offbeat.codec.value_codecs import (
     BFloat16Values,
     Float8Values,
@@ -21,6 +24,7 @@ from offbeat.codec.value_codecs import (
 )
 from offbeat.codec.wire import Wire, pair_bytes
 from offbeat.errors import WireError
+from offbeat.megabatch.merge import index_bytes
 
 FINITE_FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 FLOAT32, FLOAT64, BFLOAT16 = Float32Values(), Float64Values(), BFloat16Values()
@@ -159,7 +163,7 @@ MOST_INDEX_BYTES = {1e-6: 4, 0.001: 2, 0.01: 1.8, 0.06: 1, 0.5: 0.25}
     ],
 )
 def test_indices_take_the_shortest_layout(values: ValueCodec, density: float) -> None:
-    num_elements = 10_000_000
+    num_elements = 10_000_000 if density < 0.05 else 1_000_000  # enough entries to tell
     indices = np.flatnonzero(np.random.default_rng(0).random(num_elements) < density)
     ones = np.ones(indices.size, dtype=np.float32)
     message = Sparse(indices=indices, values=ones, num_elements=num_elements)
@@ -331,3 +335,41 @@ def test_views_are_read_like_bytes() -> None:
     assert decoded.indices.tolist() == [0, 3, 7, 9]
     assert decoded.indices.flags.writeable
     assert decoded.values.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large"),
+    [
+        (torch.float16, 6e4),
+        (torch.bfloat16, 3e38),
+        (torch.float32, 3e38),
+        (torch.float64, 1e308),
+        (torch.complex64, 3e38),
+    ],
+)
+def test_what_is_not_finite_is_found_and_what_only_sums_to_infinity_is_not(
+    dtype: torch.dtype, large: float
+) -> None:
+    for bad in ({7: math.inf}, {7: math.inf, 8: -math.inf}, {8: math.nan}):
+        numbers = torch.full((1000,), large, dtype=dtype)
+        assert is_finite(numbers)
+        for place, value in bad.items():
+            numbers[place] = value
+        assert not is_finite(numbers)
+
+
+@given(st.integers(1, 300), st.data())
+def test_a_set_comes_back_in_as_few_bytes_as_planned(num_rows: int, data: st.DataObject) -> None:
+    rows = np.zeros(num_rows, np.bool_)
+    rows[data.draw(st.lists(st.integers(0, num_rows - 1)))] = True
+    encoded = encode_rows(rows)
+    np.testing.assert_array_equal(decode_rows(encoded, num_rows), rows)
+    assert len(encoded) == 1 + index_bytes(int(rows.sum()), num_rows)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"x", b"b\x00", b"l\x00", b"l\x09\x00\x00\x00", b"b\x00\x00\x00"]
+)
+def test_what_is_no_set_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError, match="a set of 9 rows"):
+        decode_rows(payload, 9)

@@ -1,11 +1,18 @@
-"""What a bucket asks of its parameters' memory."""
+"""What a bucket asks of its parameters' memory, and in which order messages are launched,
+whatever is ready first.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offbeat.gradients.buckets import is_dense
+from offbeat.gradients.exchange import LaunchKey, LaunchOrder
 
 
 @pytest.mark.parametrize(
@@ -27,3 +34,34 @@ def test_dense_is_what_decides_the_strides_of_a_gradient(tensor: torch.Tensor, d
         (weight * 2).sum().backward()
         assert weight.grad is not None
         assert weight.grad.stride() == tensor.stride()
+
+
+ORDER: list[LaunchKey] = [
+    ("factors", 0),
+    ("factors", 1),
+    ("gradients", 0),
+    ("factors", 2),
+    ("gradients", 1),
+]
+
+
+@given(st.permutations(ORDER))
+def test_messages_begin_in_order_whatever_is_ready_first(ready: list[LaunchKey]) -> None:
+    begun: list[LaunchKey] = []
+    order = LaunchOrder()
+    order.follow(ORDER)
+    for key in ready:
+        order.launch(key, partial(begun.append, key))
+    assert begun == ORDER
+
+
+def test_what_is_not_in_the_order_begins_at_once() -> None:
+    begun: list[int] = []
+    order = LaunchOrder()
+    order.launch(("gradients", 0), partial(begun.append, 0))
+    order.follow([("factors", 0), ("gradients", 0)])
+    order.launch(("gradients", 0), partial(begun.append, 1))
+    assert begun == [0]
+    order.launch(("factors", 0), partial(begun.append, 2))
+    order.launch(("gradients", 0), partial(begun.append, 3))
+    assert begun == [0, 2, 1, 3]

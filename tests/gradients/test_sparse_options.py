@@ -9,7 +9,6 @@ import torch
 
 import offbeat
 from offbeat.errors import ConfigError
-from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 NUM_RANKS = 3
@@ -31,7 +30,7 @@ def backward(model: torch.nn.Module, rank: int, step: int) -> None:
     model(torch.randn(8, 20, generator=draw)).square().mean().backward()
 
 
-def applied(strategy: SparseGradientStrategy, num_steps: int) -> Means:
+def applied(strategy: offbeat.GTopK | offbeat.TopK, num_steps: int) -> Means:
     """The gradients that ranks are given; parameters do not move."""
 
     def job(driver: ThreadDriver) -> Means:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import offbeat
 from kfac_support.reference import batch_of, loss_of, make_net
-from offbeat.strategies.base import Strategy
-from offbeat.strategies.kfac import KFACStrategy
 
 
-def gradient_of(strategy: KFACStrategy) -> tuple[torch.Tensor, dict[str, float]]:
+def gradient_of(strategy: Any) -> tuple[torch.Tensor, dict[str, float]]:
     """Of a first step, and what is said of it."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -24,7 +24,7 @@ def gradient_of(strategy: KFACStrategy) -> tuple[torch.Tensor, dict[str, float]]
 
 
 @pytest.mark.parametrize("kind", [offbeat.SPDKFAC, offbeat.DPKFAC])
-def test_the_gauge_is_what_the_step_was_multiplied_by(kind: type[KFACStrategy]) -> None:
+def test_the_gauge_is_what_the_step_was_multiplied_by(kind: type[Any]) -> None:
     whole, of_whole = gradient_of(kind(kl_clip=None))
     short, of_short = gradient_of(kind(kl_clip=1e-4))
     assert of_whole == {}
@@ -37,7 +37,7 @@ def test_a_rate_for_plain_gradients_trains_with_a_floor_and_hardly_without() -> 
     x = torch.randn(800, 20, generator=draw)
     y = x @ torch.randn(20, 1, generator=draw)
 
-    def trained(strategy: Strategy) -> float:
+    def trained(strategy: Any) -> float:
         torch.manual_seed(0)
         net = nn.Linear(20, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

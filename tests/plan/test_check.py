@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,11 @@ MODEL = ModelProfile(
     select_s_per_element=0.0,
     copy_s_per_byte=0.0,
 )
-DDP_S = predict_step("ddp", Setting(profile=MODEL, cluster=CLUSTER)).step_s
-CROSSBOW_S = predict_step("crossbow", Setting(profile=MODEL, cluster=CLUSTER)).step_s
+
+
+@cache  # where a test asks for it, and not in each process that collects tests
+def predicted_s(strategy: str) -> float:
+    return predict_step(strategy, Setting(profile=MODEL, cluster=CLUSTER)).step_s
 
 
 def recorded(
@@ -67,17 +71,23 @@ HALF = STEPS // 2
 
 
 @pytest.mark.parametrize(
-    ("crossbow", "judged", "within", "misplaced"),
+    ("takes", "halves", "judged", "within", "misplaced"),
     [
-        ([CROSSBOW_S] * STEPS, 2, 1.0, 0),
-        ([2 * DDP_S] * STEPS, 2, 0.5, 1),
-        ([CROSSBOW_S] * HALF + [1.5 * CROSSBOW_S] * HALF, 1, 1.0, 0),  # halves differ too much
+        ("crossbow", (1, 1), 2, 1.0, 0),
+        ("ddp", (2, 2), 2, 0.5, 1),
+        ("crossbow", (1, 1.5), 1, 1.0, 0),  # which differ too much
     ],
 )
 def test_misses_come_first_and_the_wrong_order_is_counted(
-    crossbow: list[float], judged: int, within: float, misplaced: int, tmp_path: Path
+    takes: str,
+    halves: tuple[float, float],
+    judged: int,
+    within: float,
+    misplaced: int,
+    tmp_path: Path,
 ) -> None:
-    steps_s = {"ddp": [DDP_S] * STEPS, "crossbow": crossbow}
+    crossbow = [times * predicted_s(takes) for times in halves for _ in range(HALF)]
+    steps_s = {"ddp": [predicted_s("ddp")] * STEPS, "crossbow": crossbow}
     found = check_comparison(recorded(tmp_path, steps_s), MODEL)
     assert (len(found.judged), len(found.misplaced)) == (judged, misplaced)
     assert found.share_within == within
@@ -139,7 +149,9 @@ def test_the_machine_that_a_comparison_ran_on_is_not_held_against_predictions(
 
 def test_what_a_comparison_trained_is_profiled_with_all_its_options(tmp_path: Path) -> None:
     task = build_task("digits", {"size": "small", "batch_size": 8})
-    directory = recorded(tmp_path, {"ddp": [DDP_S] * STEPS}, num_parameters=task.num_parameters())
+    directory = recorded(
+        tmp_path, {"ddp": [predicted_s("ddp")] * STEPS}, num_parameters=task.num_parameters()
+    )
     path = directory / "runs/ddp-seed-0/config.json"
     config = json.loads(path.read_text())
     # An option that is None is one that no text says.
@@ -150,7 +162,7 @@ def test_what_a_comparison_trained_is_profiled_with_all_its_options(tmp_path: Pa
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
-    directory = recorded(tmp_path, {"ddp": [DDP_S] * STEPS}, num_parameters=7)
+    directory = recorded(tmp_path, {"ddp": [predicted_s("ddp")] * STEPS}, num_parameters=7)
     with pytest.raises(ConfigError, match="1000000 parameters, and .* trained a model of 7"):
         check_comparison(directory, MODEL)
 
@@ -164,7 +176,7 @@ def test_a_comparison_whose_links_had_no_rate_is_refused(tmp_path: Path) -> None
 def test_what_was_checked_is_kept_in_the_profile_and_limits_what_is_said(tmp_path: Path) -> None:
     profile, checked_profile = tmp_path / "in.json", tmp_path / "out.json"
     profile.write_text(MODEL.to_json())
-    directory = recorded(tmp_path / "compare", {"ddp": [DDP_S] * STEPS})
+    directory = recorded(tmp_path / "compare", {"ddp": [predicted_s("ddp")] * STEPS})
     arguments = ["plan", "--check", str(directory), "--profile", str(profile)]
     result = CliRunner().invoke(app, [*arguments, "--out", str(checked_profile)])
     assert result.exit_code == 0, result.exception
@@ -185,7 +197,9 @@ def test_what_was_checked_is_kept_in_the_profile_and_limits_what_is_said(tmp_pat
 def test_a_strategy_that_was_compared_with_other_options_too_counts_as_checked(
     tmp_path: Path,
 ) -> None:
-    directory = recorded(tmp_path / "compare", {"crossbow tau=2": [CROSSBOW_S] * STEPS})
+    directory = recorded(
+        tmp_path / "compare", {"crossbow tau=2": [predicted_s("crossbow")] * STEPS}
+    )
     found = check_comparison(directory, MODEL).profile
     rate = CLUSTER.limited_rates[0]
     assert found.checked_like(workers=2, rate_bit_per_s=rate, latency_s=0.0, strategy="crossbow")
@@ -226,7 +240,7 @@ def test_halves_with_other_kinds_of_steps_are_compared_kind_by_kind(tmp_path: Pa
 
 
 def test_a_check_of_the_same_record_replaces_the_one_before(tmp_path: Path) -> None:
-    directory = recorded(tmp_path, {"ddp": [DDP_S] * STEPS})
+    directory = recorded(tmp_path, {"ddp": [predicted_s("ddp")] * STEPS})
     once = check_comparison(directory, MODEL).profile
     again = check_comparison(directory, once).profile
     assert len(once.checked) == len(again.checked) == 1

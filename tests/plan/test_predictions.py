@@ -63,11 +63,11 @@ def setting(link: str = "8mbit", workers: int = 4, **flags: str) -> Setting:
     )
 
 
-def few_layers() -> ModelProfile:
+def few_layers(number: int = 9) -> ModelProfile:
     """The last two stages of ResNet-50, with one block each: its largest factors and a sixth of its
-    layers.
+    layers. Or the last `number` of them.
     """
-    network = resnet((1, 1, 1, 1))[-9:]
+    network = resnet((1, 1, 1, 1))[-number:]
     return replace(
         shipped_profile("resnet50"), tensors=tensors_of(network), layers=factors_of(network)
     )
@@ -170,7 +170,7 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     both = step_s("localsgd:period=4:start_step=6", first)
     several = (6 * step_s("ddp", first) + 6 * 0.3 + 6.0) / 12
     assert both == pytest.approx(several, rel=WITH_TALLIES)
-    kfac = replace(few_layers(), precondition_s=0.0)
+    kfac = replace(few_layers(2), precondition_s=0.0)
     cluster = from_flags(workers=4, link="1gbit")
 
     def simulated_s(spec: str, steps: range) -> float:
@@ -306,7 +306,7 @@ def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
 
 @pytest.mark.parametrize("first", ["allreduce", "spdkfac"])
 def test_local_sgd_begins_with_what_it_is_told_to(first: str) -> None:
-    profile = replace(few_layers(), precondition_s=0.01)
+    profile = replace(few_layers(2), precondition_s=0.01)
     where = Setting(profile=profile, cluster=from_flags(workers=4, link="1gbit"))
     spec = f"localsgd:period=4:start_step=10:start={first}"
 
@@ -485,7 +485,7 @@ def test_every_strategy_is_predicted(spec: str) -> None:
     tensors = (TensorProfile(num_elements=249_999, ready=1.0), *MODEL.tensors[1:])
     where = replace(setting("1gbit/0.1ms"), profile=replace(MODEL, tensors=tensors))
     if issubclass(strategy_type(spec), KFACStrategy):  # which has to know the layers
-        where = replace(where, profile=few_layers())
+        where = replace(where, profile=few_layers(2))
     prediction = predict_step(spec, where)
     assert prediction.step_s >= where.profile.compute_s
     assert prediction.low_s <= prediction.step_s <= prediction.high_s

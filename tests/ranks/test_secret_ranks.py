@@ -10,8 +10,6 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.transport.connect import SECRET_VARIABLE
-from offbeat.transport.protection import CIPHER_VARIABLE
 from rank_jobs.regression import make_net
 from ranks_support.launch import RunRanks
 
@@ -30,7 +28,7 @@ def attach_with(rank: int, world_size: int) -> list[tuple[str, str]]:
     """What a rank is told, for each case."""
     told = []
     for secrets, _ in OTHERS:
-        os.environ[SECRET_VARIABLE] = secrets[rank]
+        os.environ["OFFBEAT_RUN_SECRET"] = secrets[rank]
         net = make_net()
         try:
             with offbeat.attach(net, torch.optim.SGD(net.parameters(), 0.1), offbeat.AllReduce()):
@@ -38,7 +36,7 @@ def attach_with(rank: int, world_size: int) -> list[tuple[str, str]]:
         except OffbeatError as error:
             told.append((type(error).__name__, str(error)))
         finally:
-            del os.environ[SECRET_VARIABLE]
+            del os.environ["OFFBEAT_RUN_SECRET"]
     return told
 
 
@@ -60,7 +58,7 @@ def train_with_ciphers(rank: int, world_size: int) -> list[str]:
     """What becomes of a session, for each pair of ciphers."""
     told = []
     for ciphers, _ in CIPHERS:
-        os.environ[CIPHER_VARIABLE] = ciphers[rank]
+        os.environ["OFFBEAT_CIPHER"] = ciphers[rank]
         net = make_net()
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         try:
@@ -73,7 +71,7 @@ def train_with_ciphers(rank: int, world_size: int) -> list[str]:
         except OffbeatError as error:
             told.append(str(error))
         finally:
-            del os.environ[CIPHER_VARIABLE]
+            del os.environ["OFFBEAT_CIPHER"]
     return told
 
 

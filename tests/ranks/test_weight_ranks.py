@@ -444,6 +444,8 @@ def resumed(rank: int, world_size: int) -> dict[str, bool]:
     """
     results = {}
     for label, strategy in of_each_kind(world_size).items():
+        if label in RELATIVES:
+            continue  # resumed in tests/averaging/ and tests/conformance/test_products.py
         straight = make_net()
         optimizer = sgd(straight)
         with offbeat.attach(straight, optimizer, strategy, finish="keep") as session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from ranks_support.launch import run_ranks, templates  # noqa: E402
 from ranks_support.leaks import no_leaks  # noqa: E402
+from ranks_support.measurements import measure_little  # noqa: E402
 from ranks_support.threads import in_thread  # noqa: E402
 
 __all__ = ["in_thread", "run_ranks", "templates"]
@@ -26,13 +28,20 @@ os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 # Tests run side by side, and the order of sums must not depend on the number of cores.
 torch.set_num_threads(1)
 
+measure_little()
+
 atexit.register(gc.unfreeze)  # else what extensions hold would be taken for a leak
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is looked at no more when garbage is collected."""
+    """What was imported is looked at no more when garbage is collected; and pytest, which reads the
+    logs of each phase of a test, hears of torch's dozens of loggers by the root alone.
+    """
     gc.freeze()
     gc.enable()
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 settings.register_profile(

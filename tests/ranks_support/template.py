@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NoReturn
 
 gc.disable()  # while modules are imported, which leaves no garbage: a quarter of their time
@@ -29,13 +30,13 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "scipy.optimize",
-    "offbeat_lab.native",
+    "offbeat_lab.worker",
     "pytest",
     "ranks_support.process",
 )
 """What most ranks import sooner or later, beside offbeat: optimizers the first in their first step,
 K-FAC `scipy.optimize` where it fits what links cost, islands and checkpoints parts of
-`torch.distributed`, and jobs of tests what starts ranks.
+`torch.distributed`, jobs of tests what starts ranks, and servers of the lab's workers the lab.
 """
 
 NOT_PRELOADED = ("integrations", "triton_kernels", "__main__")
@@ -47,8 +48,11 @@ def main() -> None:
         importlib.import_module(name)
     from offbeat.codec import jit
     from ranks_support import rank
+    from ranks_support.measurements import measure_little
 
     jit.warm()
+    measure_little()
+    warm_sharded_tensors()
     forget_finalizers()
     gc.enable()  # for what is forked
     with socket.socket(fileno=int(sys.argv[1])) as control:
@@ -56,10 +60,35 @@ def main() -> None:
     if order is not None:
         if order.arguments[0] == WORKER_SERVER:
             sys.argv = [WORKER_SERVER, str(order.descriptors[0]), *order.arguments[1:]]
-            importlib.import_module(WORKER_SERVER).main()
+            try:
+                importlib.import_module(WORKER_SERVER).main()
+            except SystemExit as ended:  # of a worker that has run a script
+                if not isinstance(ended.code, int):
+                    raise
+                end(ended.code)
         orders = json.loads(order.arguments[0])
         rank.run(rank.Orders(**orders | {"result_fd": order.descriptors[0]}))
         end()
+
+
+def warm_sharded_tensors() -> None:
+    """Train a step of a model that is divided among ranks who are not there, as many as no test
+    has: a rank finds all else that PyTorch looks for at the first sharded tensor of a process.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from rank_jobs import islands
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
+    model = islands.make_model()
+    islands.shard(model, islands.make_mesh(6, 3))
+    islands.loss_of(model, 0, 0).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters()).step()
+    islands.make_mesh.cache_clear()
+    dist.destroy_process_group()
 
 
 def modules_of_offbeat() -> Iterator[str]:
@@ -79,7 +108,7 @@ def forget_finalizers() -> None:
         finalizer.atexit = False
 
 
-def end() -> NoReturn:
+def end(status: int = 0) -> NoReturn:
     """End this rank as an interpreter ends, save that modules are not taken apart.
 
     Taking them apart writes to every page that the rank still shares with its template, all of
@@ -88,9 +117,10 @@ def end() -> NoReturn:
     """
     threading._shutdown()  # waits for threads, as at the end of a main module
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a script may have closed it
+            stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ def failed(browser: Browser) -> object:
     return browser.evaluate("document.documentElement.dataset.failed ?? null")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, True), (PHONE, False)])
 def test_every_chart_is_drawn_and_nothing_is_wrong(
     browser: Browser, page: Path, size: tuple[int, int], dark: bool
 ) -> None:
@@ -48,27 +47,26 @@ def test_every_chart_is_drawn_and_nothing_is_wrong(
     )
 
 
-@pytest.mark.parametrize("width", [320, 360, 768])
-def test_nothing_sticks_out_of_a_narrow_screen(browser: Browser, page: Path, width: int) -> None:
+OUTSIDE = """[...document.querySelectorAll("svg text, .bar-text, .bar-label, h1, h2, h3, p, dd, select")].filter((one) => {
+    const box = one.getBoundingClientRect();
+    return !one.closest(".scroll, .unseen") && box.width && (box.right > innerWidth + 0.5 || box.left < -0.5);
+}).map((one) => one.textContent)"""
+TOUCHING = """[...document.querySelectorAll("figure > svg")].flatMap((svg) => {
+    const boxes = [...svg.querySelectorAll("text")].map((one) => [one.textContent, one.getBoundingClientRect()]);
+    return boxes.flatMap(([text, a], k) => boxes.slice(k + 1)
+        .filter(([, b]) => a.width && a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)
+        .map(([other]) => text + " | " + other));
+})"""
+
+
+@pytest.mark.parametrize("width", [320, 360, 390, 768, 1280])
+def test_nothing_sticks_out_of_the_screen_and_no_label_of_a_chart_lies_on_another(
+    browser: Browser, page: Path, width: int
+) -> None:
     browser.open(page, size=(width, 740))
     assert browser.evaluate(WIDEST) <= width
-    inside = """[...document.querySelectorAll("svg text, .bar-text, .bar-label, h1, h2, h3, p, dd, select")].filter((one) => {
-        const box = one.getBoundingClientRect();
-        return !one.closest(".scroll, .unseen") && box.width && (box.right > innerWidth + 0.5 || box.left < -0.5);
-    }).map((one) => one.textContent)"""
-    assert browser.evaluate(inside) == []
-
-
-@pytest.mark.parametrize("width", [360, 390, 1280])
-def test_no_label_of_a_chart_lies_on_another(browser: Browser, page: Path, width: int) -> None:
-    browser.open(page, size=(width, 740))
-    touching = """[...document.querySelectorAll("figure > svg")].flatMap((svg) => {
-        const boxes = [...svg.querySelectorAll("text")].map((one) => [one.textContent, one.getBoundingClientRect()]);
-        return boxes.flatMap(([text, a], k) => boxes.slice(k + 1)
-            .filter(([, b]) => a.width && a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)
-            .map(([other]) => text + " | " + other));
-    })"""
-    assert browser.evaluate(touching) == []
+    assert browser.evaluate(OUTSIDE) == []
+    assert browser.evaluate(TOUCHING) == []
 
 
 def test_on_a_phone_the_table_of_figures_needs_no_scrolling(

@@ -4,12 +4,13 @@ GradScaler the session does not know is refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import offbeat
 from offbeat.errors import OffbeatWarning, UnsupportedError
-from offbeat.strategies.base import Strategy
 
 ACT_AT_STEPS = [
     offbeat.LocalSGD(),
@@ -35,7 +36,7 @@ def passes(model: torch.nn.Module, count: int, *, by_hand: bool) -> None:
 
 @pytest.mark.parametrize("strategy", ACT_AT_STEPS, ids=lambda strategy: strategy.name)
 def test_a_loop_that_writes_parameters_itself_is_told_after_a_few_passes(
-    strategy: Strategy,
+    strategy: Any,
 ) -> None:
     model, optimizer = make()
     with offbeat.attach(model, optimizer, strategy) as session:
@@ -94,7 +95,7 @@ def test_an_exception_in_the_loop_is_not_hidden_by_a_warning() -> None:
 
 
 @pytest.mark.parametrize("strategy", [offbeat.AllReduce(), offbeat.LocalSGD()])
-def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(strategy: Strategy) -> None:
+def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(strategy: Any) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.attach(model, optimizer, strategy) as session:

@@ -14,7 +14,6 @@ import offbeat
 from conformance_support.lent import lent
 from offbeat import Session
 from offbeat.errors import CheckpointError, PeerError, UnsupportedError
-from offbeat.strategies.base import Strategy
 from offbeat.torch_private import version_of
 from thread_support.world import ThreadDriver, in_threads, results_of, session_on
 
@@ -116,12 +115,12 @@ def evaluated(session: Session, net: torch.nn.Module, rank: int, step: int) -> N
     loss_of(net, rank, step).backward()
 
 
-WAYS = (plain, clipped, accumulated, unsynchronised, weighed, non_finite, evaluated)
+WAYS = (clipped, accumulated, unsynchronised, weighed, non_finite, evaluated)
 
 
 def trained(
     driver: ThreadDriver,
-    strategy: Strategy,
+    strategy: Any,
     make: Optimizers,
     way: Way = plain,
 ) -> tuple[Found, dict[str, Any], int]:
@@ -141,10 +140,12 @@ def assert_close(mine: Any, theirs: Any) -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_training_ends_as_with_all_reduce(num_ranks: int, make: Optimizers) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [(1, "groups"), *((3, name) for name in OPTIMIZERS)]
+)
+def test_training_ends_as_with_all_reduce(num_ranks: int, name: str) -> None:
     """With the optimizer's state, which is whole at the end."""
+    make = OPTIMIZERS[name]
     theirs = results_of(num_ranks, lambda driver: trained(driver, offbeat.AllReduce(), make))
     mine = results_of(num_ranks, lambda driver: trained(driver, SMALL, make))
     for found in mine:
@@ -354,8 +355,8 @@ def test_parameters_are_waited_for_one_module_after_the_other() -> None:
     strategy = lent(offbeat.DeAR(), bucket_mib=1e-6, replica_check_interval=0)
     seen: list[int] = []
     with offbeat.attach(net, optimizer, strategy):
-        net[1].register_forward_pre_hook(lambda *_: seen.append(version_of(last)))
-        net[2].register_forward_pre_hook(lambda *_: seen.append(version_of(last)))
+        for layer in layers[1:]:
+            layer.register_forward_pre_hook(lambda *_: seen.append(version_of(last)))
         for _ in range(3):
             net(torch.ones(2, 4)).sum().backward()
             optimizer.step()

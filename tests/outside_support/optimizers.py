@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import offbeat
 from outside_support.serial import Losses, Serial, relative_error
-from ranks_support.launch import RunRanks
-
-pytestmark = pytest.mark.ranks
 
 NUM_STEPS: Final = 8  # RAdam corrects its steps from the sixth on
 TOLERANCE: Final = 1e-9
@@ -185,17 +181,3 @@ def failures(rank: int, world_size: int, *, labels: list[str], whole: bool) -> l
             elif not error < TOLERANCE:
                 found.append(f"{label}, {case.name}: is off by {error:.1g}")
     return found
-
-
-@pytest.mark.timeout(600)
-def test_every_optimizer_as_it_comes(run_ranks: RunRanks) -> None:
-    found = run_ranks(failures, 2, timeout_s=500, labels=list(STRATEGIES), whole=False)
-    assert found == [[], []], "\n".join(found[0])
-
-
-@pytest.mark.outside
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("label", STRATEGIES)
-def test_every_optimizer_with_every_option(run_ranks: RunRanks, label: str) -> None:
-    found = run_ranks(failures, 2, timeout_s=800, labels=[label], whole=True)
-    assert found == [[], []], "\n".join(found[0])

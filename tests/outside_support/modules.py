@@ -11,15 +11,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
-import pytest
 import torch
 from torch import nn
 
 import offbeat
 from outside_support.serial import Losses, Serial
-from ranks_support.launch import RunRanks
-
-pytestmark = pytest.mark.ranks
 
 NUM_STEPS: Final = 3
 TOLERANCE: Final = 1e-9
@@ -234,23 +230,3 @@ def outcomes(rank: int, world_size: int, *, one_each: bool) -> dict[str, Any]:
                 preconditioned |= {name.partition(".")[0] for name in names}
                 wrong += [f"{label}: {problem}" for problem in found]
     return {"refused": refused, "preconditioned": sorted(preconditioned), "wrong": wrong}
-
-
-def check(ranks: list[dict[str, Any]]) -> None:
-    for outcome in ranks:
-        reasons = {name: reason for name, reason in outcome["refused"].items() if reason}
-        assert reasons.keys() == REFUSED.keys()
-        assert all(REFUSED[name] in reason for name, reason in reasons.items())
-        assert not outcome["wrong"], "\n".join(outcome["wrong"])
-        assert set(outcome["preconditioned"]) == PRECONDITIONED
-
-
-@pytest.mark.timeout(600)
-def test_one_module_of_each_kind_trains_as_in_a_single_process(run_ranks: RunRanks) -> None:
-    check(run_ranks(outcomes, 2, timeout_s=500, one_each=False))
-
-
-@pytest.mark.outside
-@pytest.mark.timeout(1800)
-def test_each_module_trains_as_in_a_single_process(run_ranks: RunRanks) -> None:
-    check(run_ranks(outcomes, 2, timeout_s=1700, one_each=True))

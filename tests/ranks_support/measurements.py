@@ -1,0 +1,15 @@
+"""What sessions measure as they begin, in brief: tests attach thousands of them, and none is about
+what is found. Those of a measurement itself give it its own sizes, or imitate links.
+"""
+
+from __future__ import annotations
+
+from offbeat.gradients import collective_choice
+from offbeat.kfac import costs
+
+
+def measure_little() -> None:
+    """From now on this process measures selection, messages and inversions with little data."""
+    collective_choice.SAMPLE_ELEMENTS = 1 << 16
+    costs.MESSAGE_ELEMENTS = (16, 1 << 12)
+    costs.CACHE_ELEMENTS = 1 << 12
