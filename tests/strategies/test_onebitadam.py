@@ -311,3 +311,25 @@ def test_adam_goes_on_after_the_session_with_steps_of_the_same_size() -> None:
         sizes = [step() for _ in range(50)]
     # The gradient has always been 1, so that Adam moves by the learning rate.
     assert [*sizes, step(), step()] == pytest.approx([LR] * 52, rel=0.01)
+
+
+def test_a_parameter_that_some_ranks_use_has_all_of_its_weight_decay() -> None:
+    """As a layer that each rank leaves out now and then: as if its gradient were zero there."""
+
+    def trained(driver: ThreadDriver, leaves_out: bool) -> torch.Tensor:
+        net = Net()
+        optimizer = optimizer_of(net, weight_decay=DECAY)
+        with session_on(driver, net, optimizer, Lossless(freeze_step=FREEZE)):
+            for step in range(NUM_STEPS):
+                loss = net.dead.sum()
+                if driver.rank == 0 or step < FREEZE:
+                    loss = loss + (net.weight * gradient_of(driver.rank, step)).sum()
+                elif not leaves_out:
+                    loss = loss + (0 * net.weight).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return net.weight.detach()
+
+    used, left_out = (results_of(2, lambda driver: trained(driver, each)) for each in (False, True))
+    torch.testing.assert_close(left_out, used, rtol=1e-12, atol=1e-12)
