@@ -232,3 +232,25 @@ def test_an_earlier_state_that_a_script_loads_is_taken_for_what_it_is() -> None:
 
     ranks = results_of(RANKS, job)
     assert ranks[0][1] <= max(largest for largest, _ in ranks)
+
+
+def test_states_of_a_single_number_have_their_intervals_too() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * x
+
+    found = trained(
+        2,
+        offbeat.LocalSGD(period=1, optimizer_state={"exp_avg": 2, "exp_avg_sq": 3}),
+        3,
+        model_of=lambda rank: Scaled(),
+        optimizer_of=adam,
+        held=held,
+    )
+    (one,), (other,) = found
+    same = {name: torch.equal(one[name], other[name]) for name in one}
+    assert same == {"parameter": True, "step": True, "exp_avg": False, "exp_avg_sq": True}

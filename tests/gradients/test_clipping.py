@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -171,6 +172,34 @@ def test_passes_whose_sum_is_a_step_are_clipped_as_shares_of_it(num_passes: int)
             session.clip_grad_norm_(0.5)
             optimizer.step()
     assert float(net.weight.grad.norm()) == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_resumed_run_clips_its_first_step_as_a_sum_of_several_passes_too() -> None:
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for part in range(4):
+            draw = torch.Generator().manual_seed(10 * number + part)
+            net(torch.randn(3, 4, generator=draw)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def begun() -> tuple[nn.Linear, torch.optim.Optimizer, offbeat.Session]:
+        torch.manual_seed(1)
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        strategy = offbeat.TopK(density=0.5, clip_norm=0.1)
+        return net, optimizer, offbeat.attach(net, optimizer, strategy)
+
+    net, optimizer, straight = begun()
+    with straight:
+        step(net, optimizer, 0)
+        weights, state = copy.deepcopy(net.state_dict()), straight.state_dict()
+        step(net, optimizer, 1)
+    again, optimizer, resumed = begun()
+    with resumed:
+        again.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        step(again, optimizer, 1)
+    assert torch.equal(again.weight, net.weight)
 
 
 def test_what_is_not_finite_is_skipped_and_not_clipped() -> None:

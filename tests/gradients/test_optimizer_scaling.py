@@ -353,7 +353,10 @@ def test_a_resumed_run_goes_on_alike(is_over: bool) -> None:
         assert torch.equal(whole, resumed)
 
 
-def test_fewer_ranks_remember_the_mean_of_squares() -> None:
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_rank_of_another_world_remembers_what_an_old_one_does(world_size: int) -> None:
+    """A new one that knew no squares would take each of its first gradients for 1 or -1."""
+
     def job(driver: ThreadDriver) -> dict[str, Any]:
         net = linear()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -366,18 +369,18 @@ def test_fewer_ranks_remember_the_mean_of_squares() -> None:
     states = results_of(2, job)
 
     def squares(state: dict[str, Any]) -> torch.Tensor:
-        found: torch.Tensor = state["callbacks"]["gradient_transform"]["additive"]["square/weight"]
+        found: torch.Tensor = state["callbacks"]["gradient_transform"]["local"]["square/weight"]
         return found
 
     def resumed(driver: ThreadDriver) -> dict[str, Any]:
         net = linear()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         with session_on(driver, net, optimizer, SPARSE) as session:
-            session.load_state_dict(offbeat.reshard(states, 1, 0))
+            session.load_state_dict(offbeat.reshard(states, world_size, driver.rank))
             return session.state_dict()
 
-    (alone,) = results_of(1, resumed)
-    torch.testing.assert_close(squares(alone), sum(map(squares, states)) / 2)
+    for rank, state in enumerate(results_of(world_size, resumed)):
+        assert torch.equal(squares(state), squares(states[rank % 2]))
 
 
 @pytest.mark.filterwarnings("ignore::offbeat.errors.OffbeatWarning")

@@ -330,3 +330,26 @@ def test_a_group_that_comes_after_the_freeze_is_told_of_once() -> None:
         step()
         step()
         assert sum("larger freeze_step" in notice for notice in session.notices) == 1
+
+
+def test_a_parameter_that_some_ranks_use_has_all_of_its_weight_decay() -> None:
+    """As a layer that each rank leaves out now and then: as if its gradient were zero there."""
+
+    def trained(driver: ThreadDriver, leaves_out: bool) -> torch.Tensor:
+        net = Net()
+        optimizer = optimizer_of(net, weight_decay=DECAY)
+        with session_on(driver, net, optimizer, Lossless(freeze_step=FREEZE)):
+            for step in range(NUM_STEPS):
+                loss = net.dead.sum()
+                if driver.rank == 0 or step < FREEZE:
+                    loss = loss + (net.weight * gradient_of(driver.rank, step)).sum()
+                elif not leaves_out:
+                    loss = loss + (0 * net.weight).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return net.weight.detach()
+
+    used = results_of(2, lambda driver: trained(driver, False))
+    left_out = results_of(2, lambda driver: trained(driver, True))
+    torch.testing.assert_close(left_out, used, rtol=1e-12, atol=1e-12)

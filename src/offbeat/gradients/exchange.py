@@ -779,6 +779,8 @@ class GradientExchange(Callback):
             "exchanges": self.counts.exchanges,
             "skipped": self.counts.skipped,
         }
+        if self._clipping is not None:
+            replicated["num_shares"] = self._clipping.num_shares
         return {"additive": additive, "local": local, "replicated": replicated}
 
     @override
@@ -796,6 +798,8 @@ class GradientExchange(Callback):
                 )
         for _, reduction in self._pairs:
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
+        if self._clipping is not None:
+            self._clipping.num_shares = int(state["replicated"].get("num_shares", 1))  # type: ignore[call-overload]
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
 

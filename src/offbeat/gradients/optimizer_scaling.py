@@ -75,8 +75,7 @@ class _Moments:
     """What Adam remembers of one bucket's elements, and the gradient that is on its way.
 
     Attributes:
-        steps: how many each parameter has had a gradient in; of resumed ranks that were several,
-            the mean.
+        steps: how many each parameter has had a gradient in.
         has_gradient: which parameters have one in the step under way.
     """
 
@@ -246,10 +245,9 @@ class OptimizerScaling(GradientTransform):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Summed where ranks become one, these are divided by the number of ranks in them again.
-        additive = {"num_ranks": torch.ones(1), "steps": torch.tensor(self._steps())}
-        additive.update(self._named())
-        return {"additive": additive, **super().state_dict()}
+        # A rank that is new goes on with what an old one knows.
+        local = {"steps": torch.tensor(self._steps()), **self._named()}
+        return {"local": local, **super().state_dict()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -263,13 +261,12 @@ class OptimizerScaling(GradientTransform):
             self._watch.buckets.clear()
             return
         self._state_is_loaded = True
-        additive = state["additive"]
-        num_ranks = max(1.0, float(additive["num_ranks"]))
-        steps = (additive["steps"] / num_ranks).expand(len(self._steps())).tolist()
+        local = state["local"]
+        steps = local["steps"].expand(len(self._steps())).tolist()
         for moments in self._moments.values():
             moments.steps = [steps[index] for index in moments.bucket.indices]
         for name, view in self._named().items():
-            view.copy_(additive[name]).div_(num_ranks)
+            view.copy_(local[name])
         if self.is_taken:
             self._taken()
         else:  # all exchanges so far were skipped, or there were none

@@ -182,21 +182,25 @@ class FrozenAdam(GradientTransform):
     def update(
         self, bucket: Bucket, given: WeightedGradient, continues: NDArray[np.bool_]
     ) -> WeightedGradient:
-        """Turn the gradient into momentum, which a later exchange of the same step adds to."""
+        """Turn the gradient into momentum, which a later exchange of the same step adds to. Weight
+        decay is in it on all ranks, whoever has used the parameter; if nobody has, nothing is
+        applied.
+        """
         self._look()
         if not self.is_taken:
             return given
         param_groups, groups = self._optimizer.param_groups, self._groups[id(bucket)]
-        decays = [coupled_decay(group) for group in param_groups]
-        groups.add_decay_(given.tally.used, decays, continues=bool(continues.any()))
         momentum = bucket.flat.to(bucket.state_dtype)
         for parameter, view, number, goes_on in zip(
             bucket.parameters, bucket.views_of(momentum), groups.groups, continues, strict=True
         ):
             if number is None:
                 continue
-            beta1 = float(param_groups[number]["betas"][0])
-            view.mul_(beta1 - 1 if param_groups[number]["maximize"] else 1 - beta1)
+            group = param_groups[number]
+            beta1 = float(group["betas"][0])
+            if not goes_on:
+                view.add_(parameter.detach(), alpha=coupled_decay(group))
+            view.mul_(beta1 - 1 if group["maximize"] else 1 - beta1)
             if not goes_on and (state := self._optimizer.state.get(parameter)):
                 view.add_(state["exp_avg"], alpha=beta1)
         return given._replace(gradient=momentum)

@@ -65,7 +65,8 @@ def average_optimizer_state_(
                 f" {type(optimizer).__name__} that can be averaged are"
                 f" {', '.join(repr(name) for name in names if ':' not in name)}"
             )
-        names = [name for name in names if ":" in name or due.get(name)]
+        # Of a parameter of shape () all states are single numbers.
+        names = [name for name in names if due.get(name.partition(":")[0], ":" in name)]
     merged = {name: states.tensors(name) for name in names}
     places = [(name, i) for name in merged for i in np.flatnonzero(shares[name]).tolist()]
     here = [merged[name][i] for name, i in places]
