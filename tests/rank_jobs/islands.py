@@ -560,9 +560,7 @@ def resumed(
 
 
 def summed(session: offbeat.Session) -> list[float]:
-    """What the model is owed, which is the mean over islands, and the anchor of an outer
-    optimizer, as flat vectors.
-    """
+    """What all islands owe together, and the anchor of an outer optimizer, as flat vectors."""
     state = session.state_dict()
     (island,) = state["islands"].values()
     entries: list[Any] = [*island.get("gradients", {}).get("additive", {}).items()]
@@ -574,7 +572,8 @@ def summed(session: offbeat.Session) -> list[float]:
     ]
     numbers = torch.cat([*owed, torch.zeros(1)]).tolist()
     by_rank = torch.tensor(session.gather(numbers), dtype=torch.float64)
-    return [*by_rank.mean(dim=0).tolist(), *torch.cat([*anchors, torch.zeros(1)]).tolist()]
+    total = by_rank.sum(dim=0) / state["num_shards"]
+    return [*total.tolist(), *torch.cat([*anchors, torch.zeros(1)]).tolist()]
 
 
 def averaged(rank: int, world_size: int, *, sharded: bool) -> dict[str, Any]:

@@ -185,19 +185,12 @@ class Reduction:
 
     def local_state(self) -> dict[str, float | torch.Tensor]:
         """As of `Callback.state_dict`."""
-        if self.residual is None:
-            return {}
-        numbers = {"weight": self._owed_weight, "ranks": float(self._driver.world_size)}
-        return {self._local_name(key): value for key, value in numbers.items()}
+        return {} if self.residual is None else {self._local_name("weight"): self._owed_weight}
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
-        """Inverse of both. The model is owed the mean over ranks, which stays what it was where
-        their number has changed.
-        """
-        ranks = self._driver.world_size
-        share = ranks / float(local.get(self._local_name("ranks"), ranks))
+        """Inverse of both."""
         for name, live in self.additive_state().items():
-            live.copy_(additive[name]).mul_(share)
+            live.copy_(additive[name])
         self._owed_weight = float(local.get(self._local_name("weight"), 0))
 
     def _weigh(self, owed: torch.Tensor, tally: Tally) -> None:
