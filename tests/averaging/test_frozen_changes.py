@@ -14,9 +14,9 @@ from thread_support.world import ThreadDriver, results_of, session_on
 RANKS, FROZEN_AT = 3, 10
 FEW = offbeat.WeightCodec(density=0.1)
 STRATEGIES: dict[str, Any] = {
-    "in 8 bits": offbeat.LocalSGD(period=4, codec="linear8"),
+    "in 8 bits": offbeat.LocalSGD(period=4, warmup=0, codec="linear8"),
     "few": offbeat.LocalSGD(period=4, codec=FEW, outer="diloco"),
-    "signs": offbeat.LocalSGD(period=4, codec="sign"),
+    "signs": offbeat.LocalSGD(period=4, warmup=0, codec="sign"),
     "streaming": offbeat.LocalSGD(period=4, exchange="2x1", codec="linear8"),
     "0/1 Adam": offbeat.ZeroOneAdam(freeze_step=5, period=1),
     "DEF": offbeat.DEFSGD(ratio=4, ahead=0.0),

@@ -565,8 +565,9 @@ def test_a_model_without_values_is_refused() -> None:
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.01", None, True])
 def test_a_density_outside_its_range_is_refused(density: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"\(0, 1\], got {density!r}"):
+    with pytest.raises(ConfigError, match=f"got {density!r}") as error:
         offbeat.GTopK(density=density)
+    assert "(0, 1]" in str(error.value)
 
 
 def test_the_class_in_place_of_an_instance_is_refused() -> None:

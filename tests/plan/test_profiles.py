@@ -135,7 +135,7 @@ def test_weights_that_are_not_trained_are_counted() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-    listener = ScriptTimer(StepTimer(1), lambda: None)
+    listener = ScriptTimer(StepTimer(1))
     listener.optimizer_made(optimizer)
     model(torch.ones(3, 6)).sum().backward()
     optimizer.step()
