@@ -464,8 +464,10 @@ def test_a_killed_process_leaves_the_membership_and_the_one_that_takes_its_place
     start_process(be_a_member, 1, 3, joins=False, **orders)
     doomed = start_process(be_a_member, 2, 3, joins=False, **orders)
     here.generations.start("{}")
-    # Until then a death would end the founding for the one that is not yet ready.
+    # Until then a death would end the founding for the one that is not yet ready, and whoever has
+    # no connection yet would go on trying for long.
     run.client().wait([has_begun(1), has_begun(2)], timedelta(seconds=PATIENCE_S))
+    here.driver.await_connections(PATIENCE_S)
     doomed.kill()
     assert here.reaches(founders(0, 1)).number == 1
     start_process(be_a_member, 2, 3, joins=True, **orders)

@@ -21,7 +21,9 @@ PREFIX = "run"
 
 
 def has_begun(rank: int) -> str:
-    """The key that a member writes into the store once it is in its first generation."""
+    """The key that a member writes into the store once it is in its first generation, and has
+    connections to all others.
+    """
     return f"has begun/{rank}"
 
 
@@ -84,10 +86,13 @@ def be_a_member(
     network = Network(
         store=store, rank=rank, world_size=world_size, address=LOOPBACK, secret=secret.encode()
     )
-    generations = Generations(network, Quiet(), interval_s=0.05, silence_s=silence_s, limits=limits)
+    host = Quiet()
+    generations = Generations(network, host, interval_s=0.05, silence_s=silence_s, limits=limits)
     if joins:
         generations.join("{}", timeout_s=60.0)
     else:
         generations.start("{}")
+    assert host.driver is not None
+    host.driver.await_connections(60.0)
     store.set(has_begun(rank), "")
     threading.Event().wait()
