@@ -22,6 +22,17 @@ from offbeat.weights.model_weights import BufferNames, ModelWeights
 from thread_support.world import ThreadDriver, results_of
 
 
+def context_of(driver: ThreadDriver, parameters: Mapping[str, torch.nn.Parameter]) -> Context:
+    """Of one rank of an island that is alone."""
+    return Context(
+        parameters=parameters,
+        driver=SingleRank(),
+        new_stream=stream_counter(),
+        notices=Notices(driver.rank),
+        island=Island(driver),
+    )
+
+
 class MovesWhatTrains(Callback):
     """As an outer optimizer with momentum does."""
 
@@ -40,13 +51,7 @@ def test_a_frozen_parameter_stays_where_it_is_in_all_shards() -> None:
     def job(driver: ThreadDriver) -> list[list[float]]:
         parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("a", "b")}
         weights = ModelWeights(parameters=parameters, buffers=dict, chosen=BufferNames())
-        context = Context(
-            parameters=parameters,
-            driver=SingleRank(),
-            new_stream=stream_counter(),
-            notices=Notices(driver.rank),
-            island=Island(driver),
-        )
+        context = context_of(driver, parameters)
         led = led_by_first_rank(
             context, weights, lambda _, whole: [MovesWhatTrains(whole)], changes_gradients=False
         )
@@ -76,13 +81,7 @@ def test_a_run_goes_on_from_a_saved_state(outer: OuterFactory, dtype: torch.dtyp
     def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
         def make() -> tuple[torch.nn.Parameter, LedIsland]:
             shard = torch.nn.Parameter(torch.arange(4.0 + driver.rank).to(dtype))
-            context = Context(
-                parameters={"a": shard},
-                driver=SingleRank(),
-                new_stream=stream_counter(),
-                notices=Notices(driver.rank),
-                island=Island(driver),
-            )
+            context = context_of(driver, {"a": shard})
             weights = ModelWeights(
                 parameters=context.parameters, buffers=dict, chosen=BufferNames()
             )
@@ -131,13 +130,7 @@ def test_a_parameter_that_is_frozen_in_a_step_gets_a_gradient_in_no_shard() -> N
     def job(driver: ThreadDriver) -> list[list[bool]]:
         parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("a", "b")}
         weights = ModelWeights(parameters=parameters, buffers=dict, chosen=BufferNames())
-        context = Context(
-            parameters=parameters,
-            driver=SingleRank(),
-            new_stream=stream_counter(),
-            notices=Notices(driver.rank),
-            island=Island(driver),
-        )
+        context = context_of(driver, parameters)
         led = led_by_first_rank(
             context, weights, lambda _, whole: [GivesGradients(whole)], changes_gradients=True
         )
@@ -176,13 +169,7 @@ def test_what_members_have_counted_is_saved() -> None:
             buffers=lambda: buffers,
             chosen=BufferNames(counters=("n",)),
         )
-        context = Context(
-            parameters={},
-            driver=SingleRank(),
-            new_stream=stream_counter(),
-            notices=Notices(driver.rank),
-            island=Island(driver),
-        )
+        context = context_of(driver, {})
         led = led_by_first_rank(
             context, weights, lambda _, whole: [CountsBatches(whole)], changes_gradients=False
         )

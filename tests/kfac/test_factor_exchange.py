@@ -333,10 +333,15 @@ def test_factors_of_a_batch_that_is_accumulated_wait_for_the_others(attached: At
     net, optimizer, session = attached(Unfused())
     launched = launches_of(part_of(session))
     train(net, optimizer, range(1))
+    once = [*launched]
+    assert once
     launched.clear()
     with session.no_sync():
         reference.loss_of(net, reference.batch_of(0, 1)).backward()
     assert launched == [], "this step has more batches than the first one"
+    reference.loss_of(net, reference.batch_of(0, 2)).backward()
+    optimizer.step()
+    assert sorted(launched) == sorted(once)
 
 
 def test_layers_that_are_unfrozen_have_their_factors_in_that_step(attached: Attach) -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -124,12 +126,19 @@ def test_a_full_disk_leaves_the_earlier_file(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    if fails == "replace":
-        monkeypatch.setattr(os, "replace", full)
-    elif Path("/dev/full").exists():
-        (tmp_path / f".{FILE}.tmp").symlink_to("/dev/full")
+    opened = Path.open
+
+    @contextmanager
+    def torn(path: Path, mode: str) -> Iterator[IO[Any]]:
+        with opened(path, mode) as file:
+            file.write(b"the first of it")
+            full()
+            yield file
+
+    if fails == "write":
+        monkeypatch.setattr(Path, "open", torn)
     else:
-        pytest.skip("needs /dev/full")
+        monkeypatch.setattr(os, "replace", full)
     with pytest.raises(
         RecordError, match=r"cannot write .*comparison\.json: No space left on device; make room"
     ):

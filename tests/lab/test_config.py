@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -290,19 +289,7 @@ def test_options_of_kfacs_curvature_are_written_like_its_own() -> None:
         build_strategy(name, {"max_dim": "0"})
 
 
-@pytest.mark.parametrize(("text", "value"), [("none", "none"), ("floor", "floor")])
-def test_none_is_a_name_where_an_option_has_it(text: str, value: Any) -> None:
-    assert build_strategy("spdkfac", {"grafting": text}) == offbeat.SPDKFAC(grafting=value)
+@pytest.mark.parametrize("name", ["none", "floor"])
+def test_none_is_a_name_where_an_option_has_it(name: Any) -> None:
+    assert build_strategy("spdkfac", {"grafting": name}) == offbeat.SPDKFAC(grafting=name)
     assert build_strategy("spdkfac", {"kl_clip": "none"}) == offbeat.SPDKFAC(kl_clip=None)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: offbeat.DeMo(sign="false"),  # type: ignore[arg-type]
-        lambda: offbeat.WAGMA(overlap="no"),  # type: ignore[arg-type]
-    ],
-)
-def test_text_is_not_taken_for_true(build: Callable[[], object]) -> None:
-    with pytest.raises(ConfigError, match="got '.*'; allowed is true . false"):
-        build()

@@ -182,8 +182,8 @@ def test_the_last_to_close_knows_it(group: AtomicGroup) -> None:
     assert not group.closes_last()
 
 
-class Thread:
-    """In the place of `Generations`: what it was told at its end."""
+class FakeGenerations:
+    """What it was told at its end."""
 
     def __init__(self) -> None:
         self.told: list[bool] = []
@@ -196,7 +196,7 @@ class Thread:
 def test_who_leaves_last_says_that_the_run_is_over(
     group: AtomicGroup, ranks: Sequence[int], is_last: bool
 ) -> None:
-    membership = Thread()
+    membership = FakeGenerations()
     group.enter(lambda host: cast(Generations, membership))
     group.begin(of_ranks(1, ranks), 0, SingleRank())
     group.leave()
@@ -204,7 +204,7 @@ def test_who_leaves_last_says_that_the_run_is_over(
 
 
 def test_who_fails_is_a_member_no_longer_and_says_nothing_of_the_run(group: AtomicGroup) -> None:
-    membership = Thread()
+    membership = FakeGenerations()
     group.enter(lambda host: cast(Generations, membership))
     group.abort("it has failed")
     assert membership.told == [False]

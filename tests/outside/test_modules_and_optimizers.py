@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 def one_of_each_kind(rank: int, world_size: int) -> tuple[dict[str, Any], list[str]]:
     """In one process, since importing PyTorch's lists takes longer than what is done with them."""
-    found = modules.outcomes(rank, world_size, one_each=False)
+    found = modules.outcomes(rank, world_size, alone=False)
     labels = list(optimizers.STRATEGIES)
     return found, optimizers.failures(rank, world_size, labels=labels, whole=False)
 
@@ -40,7 +40,7 @@ def test_one_of_each_kind_trains_as_in_a_single_process(run_ranks: RunRanks) -> 
 @pytest.mark.outside
 @pytest.mark.timeout(1800)
 def test_each_module_trains_as_in_a_single_process(run_ranks: RunRanks) -> None:
-    check_modules(run_ranks(modules.outcomes, 2, timeout_s=1700, one_each=True))
+    check_modules(run_ranks(modules.outcomes, 2, timeout_s=1700, alone=True))
 
 
 @pytest.mark.outside

@@ -146,12 +146,12 @@ class Bundle(nn.Module):
         return [partial(loss, rank) for rank in range(world_size)]
 
 
-def bundles(*, one_each: bool) -> Iterator[Bundle]:
-    """All kinds together, each constructed in one way; `one_each`: by themselves, in all ways."""
+def bundles(*, alone: bool) -> Iterator[Bundle]:
+    """All kinds together, each constructed in one way; `alone`: by themselves, in all ways."""
     accepted = [info for info in infos() if name_of(info) not in REFUSED]
-    groups = [[info] for info in accepted] if one_each else [accepted]
+    groups = [[info] for info in accepted] if alone else [accepted]
     for group in groups:
-        yield Bundle(group, None if one_each else 1).double()
+        yield Bundle(group, None if alone else 1).double()
 
 
 def sgd(net: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
@@ -213,18 +213,18 @@ def kfac_outcome(
     return preconditioned, wrong
 
 
-def outcomes(rank: int, world_size: int, *, one_each: bool) -> dict[str, Any]:
+def outcomes(rank: int, world_size: int, *, alone: bool) -> dict[str, Any]:
     for own in ("enable_nested_tensor", "linear_cross_entropy"):  # PyTorch warns of its own inputs
         warnings.filterwarnings("ignore", own)
     for name in UNSEEN:
         warnings.filterwarnings("ignore", f"K-FAC has not seen '{name}")
-    refused = {name_of(info): why_refused(info) for info in infos() if info.is_lazy or one_each}
+    refused = {name_of(info): why_refused(info) for info in infos() if info.is_lazy or alone}
     preconditioned, wrong = set[str](), list[str]()
-    for bundle in bundles(one_each=one_each):
+    for bundle in bundles(alone=alone):
         for label, strategy in STRATEGIES.items():
             found = off_after_training(copy.deepcopy(bundle), strategy, rank, world_size)
             wrong += [f"{label}: {problem}" for problem in found]
-        if not one_each or {name for name, _ in bundle.named_children()} <= PRECONDITIONED:
+        if not alone or {name for name, _ in bundle.named_children()} <= PRECONDITIONED:
             for label in KFAC:
                 names, found = kfac_outcome(copy.deepcopy(bundle), label, rank, world_size)
                 preconditioned |= {name.partition(".")[0] for name in names}

@@ -22,6 +22,7 @@ from offbeat_lab.plan.language_models import (
 from offbeat_lab.plan.plans import PlanRequest, make_plan
 from offbeat_lab.plan.predictions import predict_step
 from offbeat_lab.plan.profile import CodecCost, ModelProfile, SelectorCost
+from offbeat_lab.plan.shipped import LOW_RANK_S
 from offbeat_lab.plan.simulation import Setting
 
 LLAMA = {
@@ -281,7 +282,7 @@ def test_an_island_divides_whatever_is_computed_of_each_element() -> None:
 def test_an_island_launches_as_many_kernels_as_one_device() -> None:
     one = profile_of(SMALL)
     node = one.on_island(8, 300e9)
-    launches_s = 110e-6 * len(one.tensors)  # as was measured for each tensor
+    launches_s = LOW_RANK_S * len(one.tensors)  # as was measured for each tensor
     assert launches_s < node.low_rank_s(one.num_elements, 1) < one.low_rank_s(one.num_elements, 1)
 
 

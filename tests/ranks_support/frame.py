@@ -40,7 +40,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     for logger in logging.Logger.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+        # `torch.__trace` has records of all that is compiled.
+        is_of_torch = isinstance(logger, logging.Logger) and logger.name.startswith("torch")
+        if is_of_torch and not logger.name.startswith("torch.__"):
             logger.propagate = True
 
 

@@ -1,5 +1,5 @@
-"""What sessions measure as they begin, in brief: tests attach thousands of them, and none is about
-what is found. Those of a measurement itself give it its own sizes, or imitate links.
+"""What sessions measure as they begin, in brief: tests attach thousands of them, and what is found
+decides none. So no test measures with as much data as users do; benchmarks and the demo do.
 """
 
 from __future__ import annotations

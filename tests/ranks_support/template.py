@@ -15,7 +15,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import NoReturn
 
 gc.disable()  # while modules are imported, which leaves no garbage: a quarter of their time
@@ -72,8 +71,8 @@ def main() -> None:
 
 
 def warm_sharded_tensors() -> None:
-    """Train a step of a model that is divided among ranks who are not there, as many as no test
-    has: a rank finds all else that PyTorch looks for at the first sharded tensor of a process.
+    """Train one step with a fake process group of six ranks, which is no test's size: PyTorch has
+    looked then for what it looks for at the first sharded tensor of a process.
     """
     import torch
     import torch.distributed as dist
@@ -118,8 +117,12 @@ def end(status: int = 0) -> NoReturn:
     threading._shutdown()  # waits for threads, as at the end of a main module
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a script may have closed it
+        if stream.closed:  # by a script
+            continue
+        try:
             stream.flush()
+        except OSError:
+            status = status or 120  # as an interpreter's
     os._exit(status)
 
 

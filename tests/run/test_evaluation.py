@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -10,6 +13,26 @@ from offbeat.run.evaluation import EvaluationWeights
 from offbeat.strategies.base import Strategy
 from thread_support.nets import make_model, step_of
 from thread_support.world import ThreadDriver, results_of, session_on
+
+LOCAL = offbeat.LocalSGD(period=4, warmup=0)
+
+
+@contextmanager
+def evaluating(
+    driver: ThreadDriver,
+    strategy: Strategy = LOCAL,
+    after_step: Callable[[torch.nn.Module], object] = lambda model: None,
+) -> Iterator[tuple[torch.nn.Module, EvaluationWeights]]:
+    """A model after six steps, whose session is at work."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with session_on(driver, model, optimizer, strategy) as session:
+        evaluation = EvaluationWeights(session, model, optimizer)
+        for step in range(6):
+            step_of(model, optimizer, driver.rank, step)
+            after_step(model)
+        yield model, evaluation
+        evaluation.close()
 
 
 @pytest.mark.parametrize(
@@ -62,24 +85,16 @@ def test_what_is_saved_is_the_mean_of_each_part_and_by_each_name_of_what_is_tied
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize(
-    "strategy", [offbeat.LocalSGD(period=4, warmup=0), offbeat.DPSGD()], ids=lambda each: each.name
-)
+@pytest.mark.parametrize("strategy", [LOCAL, offbeat.DPSGD()], ids=lambda each: each.name)
 def test_a_model_whose_session_ends_while_the_script_goes_on_is_the_mean(
     strategy: Strategy,
 ) -> None:
     def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with session_on(driver, model, optimizer, strategy) as session:
-            evaluation = EvaluationWeights(session, model, optimizer)
-            for step in range(6):
-                step_of(model, optimizer, driver.rank, step)
+        with evaluating(driver, strategy) as (model, evaluation):
             own = torch.nn.utils.parameters_to_vector(model.parameters())
             model.eval()
             evaluation.mode_changed(training=False)
             evaluation.take_mean()
-            evaluation.close()
         return own, torch.nn.utils.parameters_to_vector(model.parameters())
 
     results = results_of(3, job)
@@ -109,12 +124,7 @@ def test_a_moving_average_that_a_script_puts_into_the_model_is_evaluated_and_sav
     """And training goes on from this rank's own weights, whenever the script puts them back."""
 
     def job(driver: ThreadDriver) -> None:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=4, warmup=0)) as session:
-            evaluation = EvaluationWeights(session, model, optimizer)
-            for step in range(6):
-                step_of(model, optimizer, driver.rank, step)
+        with evaluating(driver) as (model, evaluation):
             own = [parameter.data for parameter in model.parameters()]
             if not rebinds:
                 own = [value.clone() for value in own]
@@ -131,7 +141,6 @@ def test_a_moving_average_that_a_script_puts_into_the_model_is_evaluated_and_sav
                 evaluation.mode_changed(training=True)
                 write(model, own, rebinds=rebinds)
             assert all(map(torch.equal, held(model), kept))
-            evaluation.close()
 
     results_of(2, job)
     assert caplog.text.count("not the mean of all ranks' models") == 2  # once on each rank
@@ -141,18 +150,12 @@ def test_what_a_script_writes_over_the_mean_stays() -> None:
     """As weights that were better, to which it goes back after an evaluation."""
 
     def job(driver: ThreadDriver) -> None:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=4, warmup=0)) as session:
-            evaluation = EvaluationWeights(session, model, optimizer)
-            for step in range(6):
-                step_of(model, optimizer, driver.rank, step)
+        with evaluating(driver) as (model, evaluation):
             evaluation.mode_changed(training=False)
             better = [value + 1 for value in held(model)]
             write(model, better)
             evaluation.mode_changed(training=True)
             assert all(map(torch.equal, held(model), better))
-            evaluation.close()
 
     results_of(2, job)
 
@@ -163,17 +166,12 @@ def test_where_a_script_writes_after_each_step_the_mean_is_evaluated(
     """As one that keeps weights within bounds."""
 
     def job(driver: ThreadDriver) -> list[torch.Tensor]:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=4, warmup=0)) as session:
-            evaluation = EvaluationWeights(session, model, optimizer)
-            for step in range(6):
-                step_of(model, optimizer, driver.rank, step)
-                write(model, [value.clamp(-0.3, 0.3) for value in held(model)])
+        def clamp(model: torch.nn.Module) -> None:
+            write(model, [value.clamp(-0.3, 0.3) for value in held(model)])
+
+        with evaluating(driver, after_step=clamp) as (model, evaluation):
             evaluation.mode_changed(training=False)
-            evaluated = held(model)
-            evaluation.close()
-        return evaluated
+            return held(model)
 
     first, second = results_of(2, job)
     assert all(map(torch.equal, first, second))

@@ -207,13 +207,15 @@ def test_clipping_goes_on_with_the_strategy_that_takes_over() -> None:
 
 Costs = Callable[[str, MeasuredRun], float]
 
+PERIODS = {auto.built(spec): candidate.period for spec, candidate in CANDIDATES.items()}
+
 
 def predict_by(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
     """Let `costs` predict steps, by strategy, however little of a step is waiting."""
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         is_beginning = getattr(strategy, "period", 0) == 1
-        assert period == (10 if isinstance(strategy, offbeat.LocalSGD) and not is_beginning else 1)
+        assert period == (1 if is_beginning else PERIODS.get(strategy, 1))
         return Predicted(costs("beginning" if is_beginning else strategy.name, run), 1.0)
 
     monkeypatch.setattr(auto, "predict", predicted)

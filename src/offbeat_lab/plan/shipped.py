@@ -325,7 +325,7 @@ _LOW_RANK_BYTES: Final = 44
 """
 
 _HOOK_S, _HOOK_S_PER_RANK = 55e-6, 30e-6
-_LOW_RANK_S, _LOW_RANK_S_PER_RANK = 110e-6, 16e-6
+LOW_RANK_S, _LOW_RANK_S_PER_RANK = 110e-6, 16e-6
 """What launching kernels takes for a tensor, of whatever size, and for each further rank: torch's
 hook and `PowerSGD` on an H200, four networks (`benchmarks/gpu.py`, cell "low rank").
 """
@@ -519,8 +519,8 @@ def with_low_rank(profile: ModelProfile, bytes_per_s: float) -> ModelProfile:
     least_s = low_rank_bound(bytes_per_s)
     return replace(
         profile,
-        low_rank_s_per_element=least_s + share * _LOW_RANK_S,
-        low_rank_launch_s_per_element=share * _LOW_RANK_S,
+        low_rank_s_per_element=least_s + share * LOW_RANK_S,
+        low_rank_launch_s_per_element=share * LOW_RANK_S,
         low_rank_s_per_element_and_rank=share * _LOW_RANK_S_PER_RANK,
         hook_s_per_element=least_s + share * _HOOK_S,
         hook_s_per_element_and_rank=share * _HOOK_S_PER_RANK,
