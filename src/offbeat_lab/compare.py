@@ -299,6 +299,10 @@ class InterleavedRuns:
     """Carries out the runs, seed by seed.
 
     Attributes:
+        directory: of the comparison.
+        plan: what is compared.
+        emulation: of the cluster.
+        listener: is told of what happens.
         failures: by label, why it failed.
         alone: by seed, the run without exchange.
     """

@@ -17,14 +17,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 from typing_extensions import override
 
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
-from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, pipe_reporter
+from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe
 from offbeat.run.recording import REPORT_EVERY_S, OpenRecord, ScriptRecorder
 from offbeat.run.step_recorder import RankRun, StepRecorder
@@ -134,12 +134,20 @@ class ComparedScript(ScriptRecorder):
     while the leader evaluates.
 
     Args:
-        given, options: as of `ScriptRecorder`.
+        open_record, report, stop_after, patience_s: as of `ScriptRecorder`.
         turns: the steps that it may do.
     """
 
-    def __init__(self, *given: Any, turns: StepLimit, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(
+        self,
+        open_record: Callable[[], OpenRecord | None],
+        report: Reporter,
+        *,
+        turns: StepLimit,
+        stop_after: int | None,
+        patience_s: float | None = None,
+    ) -> None:
+        super().__init__(open_record, report, stop_after=stop_after, patience_s=patience_s)
         self._turns = turns
         self._pauses: Pauses | None = None
         self._pause: EvaluationPause | None = None

@@ -32,7 +32,10 @@ def precondition_(
     lrs: Sequence[float],
     **options: Any,
 ) -> torch.Tensor | None:
-    members = [InvertedBlock(*each) for each in zip(blocks, inverses, lrs, strict=True)]
+    members = [
+        InvertedBlock(*each, number)
+        for number, each in enumerate(zip(blocks, inverses, lrs, strict=True))
+    ]
     return preconditioner.precondition_(members, **options)
 
 

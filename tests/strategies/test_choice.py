@@ -11,9 +11,9 @@ from offbeat.strategies.choice import (
     BESIDE_S,
     BETWEEN_CHANGES,
     CANDIDATES,
-    COMING,
     EVERY,
     FIRST_LOOK,
+    HORIZON,
     Choice,
     SeenSteps,
     Standing,
@@ -94,12 +94,12 @@ def test_local_sgd_begins_with_as_many_averages_as_are_counted() -> None:
         strategy, averages, since = built(spec), 0, 0
         if not isinstance(strategy, LocalSGD):
             continue
-        for step in range(1, COMING + 1):
+        for step in range(1, HORIZON + 1):
             since += 1
             if since >= strategy.schedule.period(step, {}):
                 averages, since = averages + 1, 0
         share, period = candidate.beginning, candidate.period
-        assert averages == pytest.approx(COMING * (share + (1 - share) / period), rel=0.01)
+        assert averages == pytest.approx(HORIZON * (share + (1 - share) / period), rel=0.01)
 
 
 def test_looks_are_at_fixed_steps() -> None:

@@ -37,8 +37,8 @@ _WORDS: Final[Mapping[Any, str]] = {
     str: "text",
     bool: "true | false",
     type(None): "none",
-    tuple[str, ...]: "names separated by commas",
 }
+_NAMES: Final = tuple[str, ...]
 
 
 class Range(NamedTuple):
@@ -80,9 +80,9 @@ class OptionDescription:
     default: object
     meaning: str
 
-    def refusal(self, value: object) -> ConfigError:
-        """That the option cannot be `value`."""
-        allowed = type_text(self.hint, in_text=isinstance(value, str))
+    def refusal(self, value: object, *, in_text: bool = False) -> ConfigError:
+        """That the option cannot be `value`, which was given in Python, or `in_text`."""
+        allowed = type_text(self.hint, in_text=in_text)
         meaning = f" ({self.meaning.rstrip('.')})" if self.meaning else ""
         return ConfigError(
             f"option {self.name} of {self.of.__name__}: got {value!r}; allowed is"
@@ -136,6 +136,8 @@ def type_text(hint: Any, *, in_text: bool = True) -> str:
         if isinstance(limit, NamedObjects):
             return " | ".join(limit)
         return f"{type_text(kind)} {limit.words}" if isinstance(limit, Range) else type_text(kind)
+    if hint == _NAMES:
+        return "names separated by commas" if in_text else 'a tuple, as ("first", "second")'
     if hint in _WORDS:
         return _WORDS[hint]
     if origin is Literal:

@@ -32,7 +32,9 @@ IntPair: TypeAlias = tuple[int, int]
 
 MAX_LAID_OUT = 1 << 26
 MAX_LAID_OUT_ON_HOST = 1 << 22
-"""Numbers of patches in memory at a time, unless one image has more."""
+"""How many numbers of patches are in memory at a time, on a GPU and on a CPU; more where one image
+has more.
+"""
 
 MAX_SUMMED = 4096
 """Positions summed in one call. Convolutions add them up one after the other, and lose precision as

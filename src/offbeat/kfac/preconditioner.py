@@ -276,7 +276,7 @@ class InvertedBlock(NamedTuple):
     block: Block
     inverse: InversePair | None
     lr: float
-    place: int = 0
+    place: int
 
 
 class _GradientMessage:
@@ -579,7 +579,7 @@ def precondition_(
     another shape by now, are passed over.
 
     Args:
-        members: all with their inverses.
+        members: those whose inverses another rank has are passed over, too.
         kl_clip: the limit, > 0; None: no limit.
         grafting: whose length a layer's preconditioned gradient has. With "layer" give no limit.
 

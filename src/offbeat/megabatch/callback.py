@@ -257,6 +257,7 @@ class MegaBatchCallback(Callback):
                 self._merge_now()
         except BaseException:
             group.close()
+            self._drop_merge()
             raise
 
     # What the loader calls

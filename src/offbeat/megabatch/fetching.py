@@ -50,11 +50,11 @@ class Fetcher(ABC):
         num_samples: of the dataset.
         batches_ahead: how many batches are read, or wait to be taken, while the training process
             computes with the one before them; 0: it reads each batch itself.
-        dataset: itself.
+        dataset: itself; None: there is none.
         spare_processes: how many worker processes that the user has asked for are not used.
     """
 
-    dataset: object
+    dataset: object = None
     num_samples: int
     batches_ahead: int
     spare_processes: int = 0

@@ -175,12 +175,12 @@ class EvaluationWeights(SessionObserver):
         the script has put others into their place.
         """
         session = self._session
-        if (self._mean is None and not session.averages_alone) or self._is_written():
+        if self._is_written() or (self._mean is None and not session.averages_alone):
             return None
-        if self._mean is None and self._session.averages_alone and self._num_steps:
+        if self._mean is None and self._num_steps:
             try:
-                with self._session.resting():
-                    self._mean = self._session.averaged_tensors()
+                with session.resting():
+                    self._mean = session.averaged_tensors()
             except OffbeatError as error:
                 LOGGER.warning("this rank evaluates, or saves, its own weights: %s", error)
         return self._mean

@@ -268,7 +268,7 @@ class RunDirectory:
         except OSError as error:
             raise RecordError(f"cannot read {self.path / SUMMARY}: {error.strerror}") from None
         except MALFORMED as error:
-            raise RecordError(f"{self.path / SUMMARY} is damaged at {error}") from None
+            raise RecordError(f"{self.path / SUMMARY} is damaged: {error}") from None
 
 
 def last_step(path: Path, rank: int) -> int:
@@ -553,7 +553,8 @@ def _describe(path: Path) -> str:
 
 
 def _resume_hint(path: Path) -> str:
-    return f", or go on with --resume {quote(str(path))}" * any(path.glob("checkpoint/step-*"))
+    has_checkpoints = any(path.glob("checkpoint/step-*"))
+    return f", or go on with --resume {quote(str(path))}" if has_checkpoints else ""
 
 
 def environment() -> dict[str, object]:

@@ -791,7 +791,8 @@ class Session:
                 saved = state.get(key)
                 fits = type(saved) is type(here) and saved == here
             if not fits:
-                fix = "; offbeat.reshard shares old ranks' states out anew" * (key == "world_size")
+                reshard = "; offbeat.reshard shares old ranks' states out anew"
+                fix = reshard if key == "world_size" else ""
                 raise CheckpointError(
                     f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
                 )

@@ -228,10 +228,13 @@ class SimulatedRank(VirtualThread):
 
     Attributes:
         machine: as given.
+        timeline: of a step, from `train` on.
         step: that the rank is in, counted from 0.
         encode_s: computed because of the exchange, so far, in seconds of a device that is alone.
         exchanges: those that have ended in a step, in the mean.
     """
+
+    timeline: Timeline
 
     def __init__(self, inner: Driver, machine: Machine) -> None:
         super().__init__(inner)
@@ -321,8 +324,9 @@ class SimulatedRank(VirtualThread):
             timeline: of a step.
             steps: counted from 0, ascending; see `with_lead_in`.
         """
+        self.timeline = timeline
         weightless = with_codecs(strategy, self._without_content)
-        return self.carry(lambda: self._train(weightless, timeline, steps))
+        return self.carry(lambda: self._train(weightless, steps))
 
     def _without_content(self, codec: TopKCodec) -> TopKCodec:
         machine = self.machine
@@ -334,11 +338,11 @@ class SimulatedRank(VirtualThread):
             codec, selected=selected, shared=machine.shared, lay_out=machine.lay_out
         )
 
-    def _train(self, strategy: Buildable, timeline: Timeline, steps: Collection[int]) -> None:
+    def _train(self, strategy: Buildable, steps: Collection[int]) -> None:
         with WeightlessReads(self.computes(), self._publish), torch.no_grad():
-            model = self.model_of(timeline)
+            model = self.model()
             parameters = {str(number): each for number, each in enumerate(model.tensors)}
-            optimizer = _Optimizer(parameters.values(), timeline.moments)
+            optimizer = _Optimizer(parameters.values(), self.timeline.moments)
             context = Context(
                 parameters=parameters,
                 driver=self,
@@ -354,8 +358,8 @@ class SimulatedRank(VirtualThread):
             states_bytes = optimizer.num_bytes
             callbacks = list(strategy.build(context))
             gradients = [parameter.detach() for parameter in model.tensors]
-            take_step = partial(self._take_step, callbacks, model, gradients, timeline)
-            before = self.take_steps(callbacks, take_step, timeline, steps)
+            take_step = partial(self._take_step, callbacks, model, gradients)
+            before = self.take_steps(callbacks, take_step, steps)
             # Gradients that callbacks have taken into their buckets are in memory once.
             more_bytes = optimizer.num_bytes - states_bytes - self._moved_bytes
             self.look_back(callbacks, parameters.values(), more_bytes)
@@ -371,15 +375,14 @@ class SimulatedRank(VirtualThread):
         beyond what they did at first.
         """
 
-    def model_of(self, timeline: Timeline) -> SimulatedModel:
+    def model(self) -> SimulatedModel:
         """What is trained."""
-        return SimulatedModel(timeline, self)
+        return SimulatedModel(self.timeline, self)
 
     def take_steps(
         self,
         callbacks: list[Callback],
         take_step: Callable[..., None],
-        timeline: Timeline,
         steps: Collection[int],
     ) -> float:
         """Take the steps of a run, and nothing between them.
@@ -387,11 +390,10 @@ class SimulatedRank(VirtualThread):
         Args:
             callbacks: that get the events; what is added to them does too.
             take_step: takes one, with a batch so many times the usual one; 1 by default.
-            timeline: of a step.
             steps: as of `train`.
 
         Returns:
-            How many exchanges had ended before the first step that follows the one before.
+            How many exchanges had ended where steps were last left out.
         """
         before, taken = 0.0, 0
         for self.step in steps:
@@ -407,7 +409,6 @@ class SimulatedRank(VirtualThread):
         callbacks: Sequence[Callback],
         model: SimulatedModel,
         gradients: Sequence[torch.Tensor],
-        timeline: Timeline,
         size: float = 1.0,
     ) -> None:
         for callback in callbacks:
@@ -419,6 +420,7 @@ class SimulatedRank(VirtualThread):
         self.run(self.machine.forward_ended(self.step, size, model.coming_s), 0)
         for callback in callbacks:
             callback.on_backward_begins(synchronised=True)
+        timeline = self.timeline
         tensors, now, backward_s = timeline.tensors, 0.0, size * timeline.backward_s
         # Those of the last layers come first.
         for index in sorted(range(len(tensors)), key=lambda index: (tensors[index].ready, -index)):
@@ -452,7 +454,7 @@ class SimulatedRank(VirtualThread):
         host.begin(Generation.of_founders(self.world_size), self.rank, driver)
 
     def own_store(self) -> HashStore:
-        """The run's."""
+        """This rank's alone; where a strategy's members share one, a subclass has it."""
         return HashStore()
 
     @override

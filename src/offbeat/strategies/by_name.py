@@ -74,7 +74,7 @@ def build_strategy(
         target = values if holder is None else of_objects.setdefault(holder, {})
         read = [each for each in _readings(value) if allows(described.hint, each)]
         if not read:
-            raise described.refusal(value)
+            raise described.refusal(value, in_text=True)
         target[option] = read[0]
     usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for holder, chosen in of_objects.items():

@@ -27,8 +27,10 @@ FIRST_LOOK: Final = 20
 LEAST_SEEN: Final = 10
 EVERY: Final = 250
 BETWEEN_CHANGES: Final = 500
-COMING: Final = 2000
-"""Steps. So many are taken to come."""
+"""Steps."""
+
+HORIZON: Final = 2000
+"""Steps in whose mean candidates are compared."""
 
 BESIDE_S: Final = 1e-8
 """What a processor takes for each element and step where models are averaged beside training
@@ -77,7 +79,7 @@ class Candidate:
             parameter.
         keeps_step: whether ranks take equally many steps.
         begins_as: what it is like when it has just taken over; "": what it is later.
-        beginning: which share of `COMING` steps is like that, where the rest is like later ones.
+        beginning: which share of `HORIZON` steps is like that, where the rest is like later ones.
     """
 
     sgd: StepsToEqual
@@ -301,7 +303,7 @@ def choose(
         seen: of what is at work.
         predicted_s: steps by strategy, as they were simulated; none where a step hardly waits.
         steps: to equal quality, by strategy.
-        coming_s: of those whose `COMING` steps are not like later ones, their mean.
+        coming_s: of those whose `HORIZON` steps are not like later ones, their mean.
     """
     why = ""
     if seen.hardly_waits():

@@ -604,7 +604,9 @@ def restore_(live: Mapping[str, torch.Tensor], saved: Mapping[str, Any], what: s
     """
     shapes = ({key: value.shape for key, value in each.items()} for each in (live, saved))
     if next(shapes) != next(shapes):
-        raise CheckpointError(f"{what} was saved with another model or strategy")
+        raise CheckpointError(
+            f"{what} was saved with another model or strategy; resume with the same ones"
+        )
     for key, tensor in live.items():
         tensor.copy_(saved[key])
 

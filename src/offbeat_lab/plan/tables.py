@@ -98,7 +98,7 @@ def _cells(one: StepPrediction, plan: Plan) -> dict[str, str]:
     return cells | {
         "ideal": f"{one.share_of_ideal:.0%}",
         "binds": one.binds,
-        "memory": memory_text(one.memory_bytes) + "!" * (not one.fits),
+        "memory": memory_text(one.memory_bytes) + ("" if one.fits else "!"),
     }
 
 
@@ -116,6 +116,7 @@ def _number(value: float) -> str:
 def _time_text(one: StepPrediction, seconds: float | None) -> str:
     """`2.5 h`; empty where it is unknown."""
     if seconds is None:
-        return "never" * one.never_ends
+        return "never" if one.never_ends else ""
     size, unit = next((each for each in _LONG if seconds >= 2 * each[0]), (1.0, "s"))
-    return f"{'> ' * one.is_lower_limit}{_number(seconds / size)} {unit}"
+    limit = "> " if one.is_lower_limit else ""
+    return f"{limit}{_number(seconds / size)} {unit}"

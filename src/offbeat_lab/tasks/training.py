@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from pydantic import Field, model_validator
@@ -12,16 +12,16 @@ from typing_extensions import override
 
 from offbeat_lab.tasks.base import Size, Task, TaskOptions
 
-Optimizer = Annotated[Literal["sgd", "adam", "adamw"], Field(description="optimizer")]
-LrSchedule = Annotated[
+Optimizer: TypeAlias = Annotated[Literal["sgd", "adam", "adamw"], Field(description="optimizer")]
+LrSchedule: TypeAlias = Annotated[
     Literal["constant", "linear", "cosine"],
     Field(description="how the learning rate goes down to 0 after the warm-up"),
 ]
-LrWarmup = Annotated[
+LrWarmup: TypeAlias = Annotated[
     float,
     Field(ge=0, lt=1, description="share of the run in which the learning rate rises from 0"),
 ]
-MaxGradNorm = Annotated[
+MaxGradNorm: TypeAlias = Annotated[
     float | None, Field(gt=0, description="gradients are scaled down to at most this norm")
 ]
 

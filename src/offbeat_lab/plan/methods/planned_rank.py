@@ -111,6 +111,7 @@ class PlannedRank(SimulatedRank):
     """
 
     machine: PlannedMachine
+    timeline: PlannedTimeline
 
     def __init__(self, inner: Driver, machine: PlannedMachine) -> None:
         super().__init__(inner, machine)
@@ -157,9 +158,8 @@ class PlannedRank(SimulatedRank):
         self.encode(len(matrices) * self.machine.inverting_s(matrices.shape[-1]))
 
     @override
-    def model_of(self, timeline: Timeline) -> SimulatedModel:
-        assert isinstance(timeline, PlannedTimeline), "a plan has one"
-        return _LayeredModel(timeline, self)
+    def model(self) -> SimulatedModel:
+        return _LayeredModel(self.timeline, self)
 
     @override
     def look_back(
@@ -190,14 +190,12 @@ class PlannedRank(SimulatedRank):
         self,
         callbacks: list[Callback],
         take_step: Callable[..., None],
-        timeline: Timeline,
         steps: Collection[int],
     ) -> float:
         policy = next((one for one in callbacks if isinstance(one, MegaBatchCallback)), None)
         if policy is None:
-            return super().take_steps(callbacks, take_step, timeline, steps)
-        assert isinstance(timeline, PlannedTimeline), "a plan has one"
-        batches, batch_size = range(min(steps), max(steps) + 1), timeline.batch_size
+            return super().take_steps(callbacks, take_step, steps)
+        batches, batch_size = range(min(steps), max(steps) + 1), self.timeline.batch_size
         loader = self._loader(policy, batch_size, batches)
         callbacks.append(loader)
         self._share_out(loader, batch_size, batches, take_step, is_equal=policy.shares_equally)
