@@ -264,11 +264,15 @@ class RunDirectory:
         if not (self.path / SUMMARY).exists():
             return None
         try:
-            return build(Summary, json.loads((self.path / SUMMARY).read_bytes()))
+            content = json.loads((self.path / SUMMARY).read_bytes())
         except OSError as error:
             raise RecordError(f"cannot read {self.path / SUMMARY}: {error.strerror}") from None
-        except MALFORMED as error:
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"{self.path / SUMMARY} is damaged: {error}") from None
+        try:
+            return build(Summary, content)
+        except MALFORMED as error:
+            raise RecordError(f"{self.path / SUMMARY} is damaged at {error}") from None
 
 
 def last_step(path: Path, rank: int) -> int:
