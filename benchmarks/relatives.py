@@ -102,6 +102,11 @@ RELATIVES: Final = (
     Contestant(label="Streaming DiLoCo", spec=STREAMING),
     Contestant(label="DaSGD", spec="localsgd:period=10:exchange=1x5"),
 )
+OF_ADAM: Final = (
+    Contestant(label="1-bit Adam", spec="onebitadam:freeze_step=200"),
+    Contestant(label="0/1 Adam", spec="zerooneadam"),
+)
+"""These train with Adam, so the text alone."""
 DDP: Final = "ddp"
 _TABLE = "steps"
 
@@ -294,18 +299,16 @@ def main() -> None:
     parser.add_argument("--rates", default="1000,100", help="of links; default: %(default)s")
     parser.add_argument(
         "--strategies",
-        default=",".join(one.label for one in RELATIVES if "," not in one.label),
+        default=",".join(one.label for one in (*RELATIVES, *OF_ADAM) if "," not in one.label),
         help="default: all",
     )
     asked = parser.parse_args()
     asked.mnist = None
     torch.set_num_threads(1)
     kept = None if asked.results is None else ResultFile(asked.results / "relatives.jsonl")
-    asked.chosen = [
-        one
-        for one in RELATIVES
-        if any(one.label.startswith(name) for name in asked.strategies.split(","))
-    ]
+    names = tuple(asked.strategies.split(","))
+    asked.chosen = [one for one in RELATIVES if one.label.startswith(names)]
+    of_adam = [one for one in OF_ADAM if one.label.startswith(names)]
     if asked.goals:
         goals(asked, kept)
         return
@@ -316,8 +319,9 @@ def main() -> None:
         if case.name not in asked.tasks.split(","):
             continue
         trained = [
-            one for one in asked.chosen if not one.spec.startswith("ddp-")
-        ]  # no threads of ours
+            *(one for one in asked.chosen if not one.spec.startswith("ddp-")),  # no threads of ours
+            *(of_adam if case.name == "text" else ()),
+        ]
         found: Mapping[str, Result] = compared(case, [BASELINE, *trained], runs, asked.seeds)
         fresh = [row for label, one in found.items() for row in one.figures(label, BASELINE.label)]
         keep(kept, case.name, fresh)
