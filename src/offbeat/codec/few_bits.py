@@ -25,8 +25,11 @@ BLOCK: Final = 1024
 Scales: TypeAlias = NDArray[np.float32]
 """Of each block."""
 
-Packed: TypeAlias = NDArray[np.uint8]
-"""Codes side by side, the lowest bit first."""
+Codes: TypeAlias = NDArray[np.uint8]
+"""Of each value."""
+
+_WHOLE_IN_BYTE: Final = (1, 2, 4, 8)
+"""Bits of codes that no byte ends within, which are written faster."""
 
 
 def pack(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
@@ -35,13 +38,17 @@ def pack(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
     >>> pack(np.array([3, 1, 2], np.uint8), bits=2).tolist()
     [39]
     """
+    if bits in _WHOLE_IN_BYTE:
+        return bit_kernels.join(codes.astype(np.uint8, copy=False), bits)
     packed = np.empty(-(-codes.size * bits // 8), dtype=np.uint8)
     bit_kernels.pack(codes, bits, packed)
     return packed
 
 
-def unpack(coded: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint32]:
+def unpack(coded: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.unsignedinteger]:
     """Inverse of `pack`, of `count` codes, which `coded` has bytes for."""
+    if bits in _WHOLE_IN_BYTE:
+        return bit_kernels.split(coded, bits)[:count]
     codes = np.empty(count, dtype=np.uint32)
     bit_kernels.unpack(coded, bits, codes)
     return codes
@@ -58,7 +65,7 @@ class _ScaledValues(ValueCodec):
     """Whether a block's scale is its mean magnitude, and not the largest."""
 
     def __init__(self, bits: int) -> None:
-        if bits not in (1, 2, 4, 8):
+        if bits not in _WHOLE_IN_BYTE:
             raise ConfigError(f"bits of {type(self).__name__} must be 1, 2, 4 or 8, got {bits}")
         self.bits = bits
 
@@ -69,16 +76,15 @@ class _ScaledValues(ValueCodec):
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
         scales = self._scales(values)
-        coded = np.empty(int(self.num_bytes(values.size)), dtype=np.uint8)
-        coded[: scales.nbytes] = scales.view(np.uint8)
-        self._pack(values, scales, coded[scales.nbytes :])
-        return coded
+        packed = pack(self._codes(values, scales), self.bits)
+        return np.concatenate([scales.view(np.uint8), packed])
 
     @override
     def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
         at_codes = 4 * -(-count // BLOCK)
         scales, values = coded[:at_codes].view(np.float32), np.empty(count, dtype=np.float32)
-        self._unpack(coded[at_codes:], scales, values)
+        codes = unpack(coded[at_codes:], self.bits, count)
+        bit_kernels.look_up(codes, self._shares(), scales, BLOCK, values)
         return values
 
     def _scales(self, values: NDArray[np.floating]) -> Scales:
@@ -94,12 +100,16 @@ class _ScaledValues(ValueCodec):
         return np.fmin(scales, np.finfo(np.float32).max).astype(np.float32)
 
     @abstractmethod
-    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
-        """Write the code of each value into `packed`, in the order in which `pack` does."""
+    def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
+        """The code of each value."""
 
-    def _unpack(self, packed: Packed, scales: Scales, values: NDArray[np.float32]) -> None:
-        """Read what `_pack` has written. Codes are evenly spaced levels, unless it says else."""
-        bit_kernels.decode_linear(packed, scales, BLOCK, self.bits, values)
+    def _shares(self) -> NDArray[np.float32]:
+        """What each code stands for, as a share of the scale. They are evenly spaced, unless the
+        codec says else.
+        """
+        highest = np.float32((1 << self.bits) - 1)
+        levels = np.arange(1 << self.bits, dtype=np.float32) * np.float32(2) - highest
+        return levels * (1 / highest)
 
 
 class LinearValues(_ScaledValues):
@@ -119,12 +129,14 @@ class LinearValues(_ScaledValues):
         self.stochastic = stochastic
 
     @override
-    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
+    def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
         draws = np.full(1, 0.5, dtype=np.float32)
         if self.stochastic:
             generator = np.random.default_rng(zlib.crc32(values.tobytes()))
             draws = generator.random(values.size, dtype=np.float32)
-        bit_kernels.encode_linear(values, scales, BLOCK, self.bits, draws, packed)
+        codes, highest = np.empty(values.size, dtype=np.uint8), (1 << self.bits) - 1.0
+        bit_kernels.linear_codes(values, scales, BLOCK, highest, draws, codes)
+        return codes
 
 
 class SignValues(_ScaledValues):
@@ -139,8 +151,8 @@ class SignValues(_ScaledValues):
         super().__init__(bits=1)
 
     @override
-    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
-        bit_kernels.encode_signs(values, BLOCK, packed)
+    def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
+        return (values > 0).view(np.uint8)
 
 
 class E3M0Values(_ScaledValues):
@@ -154,12 +166,16 @@ class E3M0Values(_ScaledValues):
         super().__init__(bits=4)
 
     @override
-    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
-        bit_kernels.encode_exponents(values, scales, BLOCK, packed)
+    def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
+        codes = np.empty(values.size, dtype=np.uint8)
+        bit_kernels.exponent_codes(values, scales, BLOCK, codes)
+        return codes
 
     @override
-    def _unpack(self, packed: Packed, scales: Scales, values: NDArray[np.float32]) -> None:
-        bit_kernels.decode_exponents(packed, scales, BLOCK, values)
+    def _shares(self) -> NDArray[np.float32]:
+        magnitudes = np.ldexp(np.float32(1), np.arange(-7, 1))
+        magnitudes[0] = 0
+        return np.concatenate([magnitudes, -magnitudes])
 
 
 class LevelValues(ValueCodec):
