@@ -80,8 +80,6 @@ def warm() -> None:
                 wire = Wire(num_elements=100_000, num_parameters=0, dtype=dtype, values=values)
                 wire.decode(wire.encode(entries, Tally.of_nobody(0))[0])
         total = sparse.add(entries, entries)
-        sparse.clip_to_median([entries, total])
         sparse.keep_largest(total, 1)
         sparse.split_by_index(total, one)
-        sparse.partition(total, 2)
         histogram.histogram(total, 1, 1)
