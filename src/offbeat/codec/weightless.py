@@ -46,9 +46,10 @@ class WeightlessVector(WeightlessMessage):
 
     whole: int
 
-    def part(self, begin: int, end: int) -> WeightlessVector:
-        """Its bytes from `begin` to `end`."""
-        return WeightlessVector(min(end, self.num_bytes) - begin, self.content, self.whole)
+    def __getitem__(self, span: slice) -> WeightlessVector:
+        """Some of its bytes, as of a `memoryview`."""
+        num_bytes = len(range(*span.indices(self.num_bytes)))
+        return WeightlessVector(num_bytes, self.content, self.whole)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
