@@ -142,15 +142,15 @@ def _receive(peer: int, num_bytes: int) -> Collective[memoryview]:
                 " all ranks train the same model?"
             )
         pieces.append(piece)
-    if isinstance(pieces[0], WeightlessVector):
+    if pieces and isinstance(pieces[0], WeightlessVector):
         return cast(memoryview, WeightlessVector(num_bytes, pieces[0].content, num_bytes))
     return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
 
 def _blocks_of(message: memoryview, like: Sequence[Block]) -> list[Block]:
     """The blocks in `message`, of the types and lengths of `like`."""
-    if isinstance(message, WeightlessVector):
-        return list(like)
+    if isinstance(message, WeightlessVector) or not len(message):
+        return list(like)  # of nothing they are alike
     blocks, begin = [], 0
     for block in like:
         blocks.append(np.frombuffer(message, dtype=block.dtype, count=block.size, offset=begin))
