@@ -23,11 +23,18 @@ import math
 from dataclasses import replace
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from offbeat.codec.device_copies import fetch
-from offbeat.codec.selectors import GAIN, THRESHOLD, WITHIN, SamplePlan, Selection, sample_plan
+from offbeat.codec.selectors import (
+    GAIN,
+    THRESHOLD,
+    WITHIN,
+    SamplePlan,
+    Selection,
+    sample_plan,
+    with_least,
+)
 from offbeat.codec.sparse import Sparse
 
 _Candidates: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -76,13 +83,13 @@ def reuse(
         within: so many times k entries may reach it, at least and at most.
     """
     if not 0 < threshold < math.inf:
-        return _with_threshold(exact(flat, residual, k=k, weight=weight))
+        return with_least(exact(flat, residual, k=k, weight=weight))
     least, most = math.ceil(within[0] * k), math.floor(within[1] * k)
     reaching = flat.new_full((), threshold)
     candidates = accumulate(flat, residual, weight, reaching, max(1, most))
     taken = _take(flat, candidates, least=least, most=most, k=most)
     if taken is None:
-        return _with_threshold(_largest(flat, k))
+        return with_least(_largest(flat, k))
     ratio = len(taken.sparse) / k if taken.finite else 1.0
     return replace(taken, state={THRESHOLD: threshold * ratio**GAIN})
 
@@ -172,10 +179,3 @@ def _take(
     found = slice(min(int(count[0]), places.size))
     sparse = Sparse(indices=places[found], values=numbers[found], num_elements=num_elements)
     return Selection(sparse=sparse, finite=True)
-
-
-def _with_threshold(selection: Selection) -> Selection:
-    """The selection, with the least magnitude picked as the next step's threshold."""
-    magnitudes = np.abs(selection.sparse.values)
-    threshold = float(magnitudes.min()) if magnitudes.size else 0.0
-    return replace(selection, state={THRESHOLD: threshold})
