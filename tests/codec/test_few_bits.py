@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.codec.dense_wire import PIECE, DenseWire
 from offbeat.codec.few_bits import (
     BLOCK,
     E3M0Values,
@@ -19,6 +21,7 @@ from offbeat.codec.few_bits import (
     unpack,
 )
 from offbeat.codec.index_codecs import GapIndices
+from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import ConfigError, WireError
 
@@ -107,6 +110,16 @@ def test_levels_that_read_as_means_lose_less_than_even_ones_at_two_bits() -> Non
         for codec in (LevelValues(2), LinearValues(2))
     }
     assert lost[LevelValues] < 0.7 * lost[LinearValues]
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2])
+def test_a_dense_message_of_whole_pieces_has_their_tables_and_no_other(pieces: int) -> None:
+    codec, tally = LevelValues(4), Tally.of_nobody(0)
+    wire = DenseWire(num_parameters=0, values=codec)
+    head = len(DenseWire(num_parameters=0, values=LinearValues(4)).encode_(torch.empty(0), tally))
+    payload = wire.encode_(torch.ones(pieces * PIECE), tally)
+    assert len(payload) == head + pieces * codec.num_bytes(PIECE)
+    assert len(payload) == len(wire.encode_(torch.ones(pieces * PIECE, device="meta"), tally))
 
 
 def test_values_beyond_single_precision_become_the_largest() -> None:

@@ -288,3 +288,16 @@ def test_where_the_count_runs_away_a_period_begins(scale: float) -> None:
     assert step(owed, gradient(1, scale)) == K
     assert owed.selector_state[THRESHOLD] == pytest.approx(scale * before, rel=0.1)
     assert owed.selector_state["age"] == 1
+
+
+def test_a_threshold_that_exactly_k_entries_reach_is_sought_anew_after_a_period() -> None:
+    selector, ages, thresholds = KeptThreshold(period=3), [], []
+    state = selector.initial_state()
+    for step in range(6):
+        flat = torch.zeros(8)
+        flat[0], flat[1] = 4.0 + step, 1.0
+        state = selector.select(flat, torch.zeros(8), k=1, weight=1.0, state=state).state
+        ages.append(state["age"])
+        thresholds.append(state[THRESHOLD])
+    assert ages == [1, 2, 3, 1, 2, 3]
+    assert thresholds == [4, 4, 4, 7, 7, 7]

@@ -74,3 +74,9 @@ def test_what_is_not_finite_is_said() -> None:
         flat, torch.zeros(100), k=5, weight=1.0, state=selector.initial_state()
     )
     assert not selection.finite
+
+
+def test_a_bucket_without_elements_takes_any_number_of_steps() -> None:
+    num_picked, state = after(torch.empty(0), 0, 11)
+    assert num_picked == 0
+    assert state["stages"] == 1

@@ -33,18 +33,34 @@ def picked(rank: int, num_places: int) -> Sparse:
     return Sparse(indices=indices, values=values, num_elements=NUM_ELEMENTS)
 
 
+COLLECTIVES = [
+    gtopk_tree,
+    partial(gtopk_tree, variant="paper"),
+    topk_sum,
+    clipped_sum,
+    global_topk,
+    sparse_reduce_scatter,
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_bucket_without_elements_is_simulated(
+    collective: SparseCollective, world_size: int
+) -> None:
+    wire = Wire(num_elements=0, num_parameters=3, dtype=np.dtype(np.float32))
+    arithmetic = WeightlessWire(wire=wire, num_places=0)
+    results = VirtualCluster(world_size, weightless=True).run(
+        [
+            collective(rank, world_size, arithmetic.picked(0), TALLY, 1, arithmetic)
+            for rank in range(world_size)
+        ]
+    )
+    assert [(each.kept.num_pairs, each.owed.num_pairs) for each in results] == [(0, 0)] * world_size
+
+
 @pytest.mark.parametrize("num_places", [NUM_ELEMENTS, 2 * K])
-@pytest.mark.parametrize(
-    "collective",
-    [
-        gtopk_tree,
-        partial(gtopk_tree, variant="paper"),
-        topk_sum,
-        clipped_sum,
-        global_topk,
-        sparse_reduce_scatter,
-    ],
-)
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_each_rank_sends_the_bytes_of_a_real_exchange(
     collective: SparseCollective, num_places: int
 ) -> None:

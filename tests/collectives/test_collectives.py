@@ -315,6 +315,24 @@ def test_neighbours_form_the_mean_that_the_ring_prescribes(
     )
 
 
+@pytest.mark.parametrize("blocks", [[], [np.empty(0, np.float32)]])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_vectors_without_elements_are_averaged(world_size: int, blocks: list[Block]) -> None:
+    means = [
+        neighbour_mean(rank, blocks, ring_weights(rank, world_size)) for rank in range(world_size)
+    ]
+    peers = [
+        exponential_peers(rank, world_size, round_number=0, out_degree=1)
+        for rank in range(world_size)
+    ]
+    pushed = [push_sum(of_rank, blocks, 1.0) for of_rank in peers]
+    for mean in cluster_of(world_size, 0).run(means):
+        assert [block.size for block in mean] == [0] * len(blocks)
+    for vector, weight in cluster_of(world_size, 0).run(pushed):
+        assert [block.size for block in vector] == [0] * len(blocks)
+        assert weight == 1
+
+
 @given(case=cases)
 def test_weights_need_not_sum_to_one(case: tuple[int, int]) -> None:
     world_size, seed = case

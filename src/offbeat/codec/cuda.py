@@ -20,14 +20,25 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from offbeat.codec.device_copies import fetch
-from offbeat.codec.selectors import GAIN, THRESHOLD, WITHIN, SamplePlan, Selection, sample_plan
+from offbeat.codec.selectors import (
+    GAIN,
+    THRESHOLD,
+    WITHIN,
+    SamplePlan,
+    Selection,
+    sample_plan,
+    with_least,
+)
 from offbeat.codec.sparse import Sparse
+
+_Candidates: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Where entries reach a threshold: what `accumulate` returns."""
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -72,29 +83,15 @@ def reuse(
         within: so many times k entries may reach it, at least and at most.
     """
     if not 0 < threshold < math.inf:
-        return _with_threshold(exact(flat, residual, k=k, weight=weight))
+        return with_least(exact(flat, residual, k=k, weight=weight))
     least, most = math.ceil(within[0] * k), math.floor(within[1] * k)
     reaching = flat.new_full((), threshold)
     candidates = accumulate(flat, residual, weight, reaching, max(1, most))
     taken = _take(flat, candidates, least=least, most=most, k=most)
     if taken is None:
-        return _with_threshold(_largest(flat, k))
+        return with_least(_largest(flat, k))
     ratio = len(taken.sparse) / k if taken.finite else 1.0
     return replace(taken, state={THRESHOLD: threshold * ratio**GAIN})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Candidates:
-    """Where entries reach a threshold.
-
-    Attributes:
-        indices: ascending, int32 or int64; the number of all entries stands where there is none.
-        count: how many there are, one element; where there was no room for all, `indices` are any
-            of them.
-    """
-
-    indices: torch.Tensor
-    count: torch.Tensor
 
 
 def accumulate(
@@ -112,20 +109,24 @@ def accumulate(
         weight: of `flat`.
         threshold: a magnitude, one element of the same dtype and device.
         capacity: how many indices the kernel makes room for, >= 1.
+
+    Returns:
+        The indices, ascending, int32 or int64; the number of all entries stands where there is
+        none. How many there are, one element; where there was no room for all, the indices are any
+        of them.
     """
     threshold = threshold.clamp(min=torch.finfo(flat.dtype).tiny)
     if _HAS_TRITON and flat.is_cuda and flat.dtype == torch.float32 and flat.numel() < 1 << 31:
         from offbeat.codec import triton_kernels
 
-        indices, count = triton_kernels.accumulate(flat, residual, weight, threshold, capacity)
-        return _Candidates(indices=indices, count=count)
+        return triton_kernels.accumulate(flat, residual, weight, threshold, capacity)
     torch.add(residual, flat, alpha=weight, out=flat)
     return _reaching((flat.abs() < threshold).logical_not_())
 
 
 def _reaching(mask: torch.Tensor) -> _Candidates:
     indices = mask.nonzero().squeeze(1)
-    return _Candidates(indices=indices, count=indices.new_full((1,), indices.numel()))
+    return indices, indices.new_full((1,), indices.numel())
 
 
 def _largest(flat: torch.Tensor, k: int) -> Selection:
@@ -155,7 +156,7 @@ def _take(
 
     Whatever is not finite must be among them. The host waits for the device once.
     """
-    num_elements, indices = flat.numel(), candidates.indices
+    num_elements, (indices, num_candidates) = flat.numel(), candidates
     is_there = indices < num_elements
     values = torch.where(is_there, flat[indices.clamp(max=num_elements - 1)], 0)
     is_finite = values.isfinite().all()
@@ -163,13 +164,13 @@ def _take(
         magnitudes = torch.where(is_there, values.abs(), -1)
         kept = magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
         indices, values, is_there = indices[kept], values[kept], is_there[kept]
-    is_accepted = is_finite & (candidates.count >= least) & (candidates.count <= most)
+    is_accepted = is_finite & (num_candidates >= least) & (num_candidates <= most)
     # Zeros are written once or more often: to write them once, the host would have to know how many
     # there are. Where there is no candidate, nothing is changed.
     written = torch.where(is_there, indices, indices[:1]).clamp(max=num_elements - 1)
     flat[written] = torch.where(is_accepted & is_there[:1], 0, flat[written])
     count, finite, places, numbers = fetch(
-        candidates.count.long(), is_finite.long().view(1), indices.long(), values
+        num_candidates.long(), is_finite.long().view(1), indices.long(), values
     )
     if not finite:
         return Selection(sparse=Sparse.empty(num_elements, numbers.dtype), finite=False)
@@ -178,10 +179,3 @@ def _take(
     found = slice(min(int(count[0]), places.size))
     sparse = Sparse(indices=places[found], values=numbers[found], num_elements=num_elements)
     return Selection(sparse=sparse, finite=True)
-
-
-def _with_threshold(selection: Selection) -> Selection:
-    """The selection, with the least magnitude picked as the next step's threshold."""
-    magnitudes = np.abs(selection.sparse.values)
-    threshold = float(magnitudes.min()) if magnitudes.size else 0.0
-    return replace(selection, state={THRESHOLD: threshold})

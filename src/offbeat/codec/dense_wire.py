@@ -109,7 +109,8 @@ class DenseWire:
 
     def _num_bytes(self, count: int) -> int:
         whole, rest = divmod(count, PIECE)
-        return int(whole * self.values.num_bytes(PIECE) + self.values.num_bytes(rest))
+        # Of no values a codec may still say that its table travels.
+        return int(whole * self.values.num_bytes(PIECE) + (rest and self.values.num_bytes(rest)))
 
     def _pieces(
         self, values: NDArray[np.floating], coded: NDArray[np.uint8]

@@ -15,9 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.codec import bit_kernels
+from offbeat.codec.jit import kernel
 from offbeat.codec.value_codecs import ValueCodec, WireValues
 from offbeat.errors import ConfigError
+
+_BYTE = np.uint64(8)
+_ONE = np.uint64(1)
 
 BLOCK: Final = 1024
 """Values that share a scale: layers, whose magnitudes differ by orders, are then apart."""
@@ -25,8 +28,11 @@ BLOCK: Final = 1024
 Scales: TypeAlias = NDArray[np.float32]
 """Of each block."""
 
-Packed: TypeAlias = NDArray[np.uint8]
-"""Codes side by side, the lowest bit first."""
+Codes: TypeAlias = NDArray[np.uint8]
+"""Of each value."""
+
+_WHOLE_IN_BYTE: Final = (1, 2, 4, 8)
+"""Bits of codes that no byte ends within, which are written faster."""
 
 
 def pack(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
@@ -35,16 +41,16 @@ def pack(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
     >>> pack(np.array([3, 1, 2], np.uint8), bits=2).tolist()
     [39]
     """
-    packed = np.empty(-(-codes.size * bits // 8), dtype=np.uint8)
-    bit_kernels.pack(codes, bits, packed)
-    return packed
+    if bits in _WHOLE_IN_BYTE:
+        return _join(codes.astype(np.uint8, copy=False), bits)
+    return _pack_bits(codes, bits)
 
 
-def unpack(coded: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint32]:
+def unpack(coded: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.unsignedinteger]:
     """Inverse of `pack`, of `count` codes, which `coded` has bytes for."""
-    codes = np.empty(count, dtype=np.uint32)
-    bit_kernels.unpack(coded, bits, codes)
-    return codes
+    if bits in _WHOLE_IN_BYTE:
+        return _split(coded, bits)[:count]
+    return _unpack_bits(coded, bits, count)
 
 
 class _ScaledValues(ValueCodec):
@@ -58,7 +64,7 @@ class _ScaledValues(ValueCodec):
     """Whether a block's scale is its mean magnitude, and not the largest."""
 
     def __init__(self, bits: int) -> None:
-        if bits not in (1, 2, 4, 8):
+        if bits not in _WHOLE_IN_BYTE:
             raise ConfigError(f"bits of {type(self).__name__} must be 1, 2, 4 or 8, got {bits}")
         self.bits = bits
 
@@ -69,16 +75,15 @@ class _ScaledValues(ValueCodec):
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
         scales = self._scales(values)
-        coded = np.empty(int(self.num_bytes(values.size)), dtype=np.uint8)
-        coded[: scales.nbytes] = scales.view(np.uint8)
-        self._pack(values, scales, coded[scales.nbytes :])
-        return coded
+        packed = pack(self._codes(values, scales), self.bits)
+        return np.concatenate([scales.view(np.uint8), packed])
 
     @override
     def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
         at_codes = 4 * -(-count // BLOCK)
         scales, values = coded[:at_codes].view(np.float32), np.empty(count, dtype=np.float32)
-        self._unpack(coded[at_codes:], scales, values)
+        codes = unpack(coded[at_codes:], self.bits, count)
+        _look_up(codes, self._shares(), scales, BLOCK, values)
         return values
 
     def _scales(self, values: NDArray[np.floating]) -> Scales:
@@ -94,12 +99,16 @@ class _ScaledValues(ValueCodec):
         return np.fmin(scales, np.finfo(np.float32).max).astype(np.float32)
 
     @abstractmethod
-    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
-        """Write the code of each value into `packed`, in the order in which `pack` does."""
+    def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
+        """The code of each value."""
 
-    def _unpack(self, packed: Packed, scales: Scales, values: NDArray[np.float32]) -> None:
-        """Read what `_pack` has written. Codes are evenly spaced levels, unless it says else."""
-        bit_kernels.decode_linear(packed, scales, BLOCK, self.bits, values)
+    def _shares(self) -> NDArray[np.float32]:
+        """What each code stands for, as a share of the scale. They are evenly spaced, unless the
+        codec says else.
+        """
+        highest = np.float32((1 << self.bits) - 1)
+        levels = np.arange(1 << self.bits, dtype=np.float32) * np.float32(2) - highest
+        return levels * (1 / highest)
 
 
 class LinearValues(_ScaledValues):
@@ -119,12 +128,14 @@ class LinearValues(_ScaledValues):
         self.stochastic = stochastic
 
     @override
-    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
+    def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
         draws = np.full(1, 0.5, dtype=np.float32)
         if self.stochastic:
             generator = np.random.default_rng(zlib.crc32(values.tobytes()))
             draws = generator.random(values.size, dtype=np.float32)
-        bit_kernels.encode_linear(values, scales, BLOCK, self.bits, draws, packed)
+        codes, highest = np.empty(values.size, dtype=np.uint8), (1 << self.bits) - 1.0
+        _linear_codes(values, scales, BLOCK, highest, draws, codes)
+        return codes
 
 
 class SignValues(_ScaledValues):
@@ -139,8 +150,8 @@ class SignValues(_ScaledValues):
         super().__init__(bits=1)
 
     @override
-    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
-        bit_kernels.encode_signs(values, BLOCK, packed)
+    def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
+        return (values > 0).view(np.uint8)
 
 
 class E3M0Values(_ScaledValues):
@@ -154,12 +165,16 @@ class E3M0Values(_ScaledValues):
         super().__init__(bits=4)
 
     @override
-    def _pack(self, values: NDArray[np.floating], scales: Scales, packed: Packed) -> None:
-        bit_kernels.encode_exponents(values, scales, BLOCK, packed)
+    def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
+        codes = np.empty(values.size, dtype=np.uint8)
+        _exponent_codes(values, scales, BLOCK, codes)
+        return codes
 
     @override
-    def _unpack(self, packed: Packed, scales: Scales, values: NDArray[np.float32]) -> None:
-        bit_kernels.decode_exponents(packed, scales, BLOCK, values)
+    def _shares(self) -> NDArray[np.float32]:
+        magnitudes = np.ldexp(np.float32(1), np.arange(-7, 1))
+        magnitudes[0] = 0
+        return np.concatenate([magnitudes, -magnitudes])
 
 
 class LevelValues(ValueCodec):
@@ -193,3 +208,168 @@ class LevelValues(ValueCodec):
         table = coded[: self.table_bytes].view(np.float32)
         decoded: NDArray[np.floating] = table[unpack(coded[self.table_bytes :], self.bits, count)]
         return decoded
+
+
+@kernel
+def _pack_bits(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
+    """Codes side by side, each below 2**bits, of 1 to 32 bits; or of none, which take no bytes."""
+    packed = np.empty((codes.size * bits + 7) // 8, dtype=np.uint8)
+    width = np.uint64(bits)
+    waiting, num_waiting, place = np.uint64(0), np.uint64(0), np.uint64(0)
+    for i in range(codes.size):
+        waiting |= np.uint64(codes[i]) << num_waiting
+        num_waiting += width
+        while num_waiting >= _BYTE:
+            packed[place] = np.uint8(waiting & np.uint64(0xFF))
+            waiting >>= _BYTE
+            num_waiting -= _BYTE
+            place += _ONE
+    if num_waiting:
+        packed[place] = np.uint8(waiting & np.uint64(0xFF))
+    return packed
+
+
+@kernel
+def _unpack_bits(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint32]:
+    """Inverse of `_pack_bits`."""
+    codes = np.empty(count, dtype=np.uint32)
+    width = np.uint64(bits)
+    mask = (_ONE << width) - _ONE
+    waiting, num_waiting, place = np.uint64(0), np.uint64(0), np.uint64(0)
+    for i in range(codes.size):
+        while num_waiting < width:
+            waiting |= np.uint64(packed[place]) << num_waiting
+            num_waiting += _BYTE
+            place += _ONE
+        codes[i] = waiting & mask
+        waiting >>= width
+        num_waiting -= width
+    return codes
+
+
+@kernel
+def _join(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """What `_pack_bits` writes of codes of 1, 2, 4 or 8 bits. Pairs are joined until they are
+    bytes, in loops that the compiler can vectorise.
+    """
+    while bits < 8:
+        pairs = np.empty((codes.size + 1) // 2, dtype=np.uint8)
+        for i in range(codes.size // 2):
+            pairs[i] = codes[2 * i] | (codes[2 * i + 1] << bits)
+        if codes.size % 2:
+            pairs[-1] = codes[-1]
+        codes = pairs
+        bits *= 2
+    return codes
+
+
+@kernel
+def _split(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Inverse of `_join`: as many codes as there is room for. Bytes are halved until they are
+    codes.
+    """
+    width = 8
+    while width > bits:
+        width //= 2
+        mask = np.uint8((1 << width) - 1)
+        halves = np.empty(2 * packed.size, dtype=np.uint8)
+        for i in range(packed.size):
+            halves[2 * i] = packed[i] & mask
+            halves[2 * i + 1] = packed[i] >> np.uint8(width)
+        packed = halves
+    return packed
+
+
+@kernel
+def _linear_codes(
+    values: NDArray[np.floating],
+    scales: NDArray[np.float32],
+    block: int,
+    highest: float,
+    draws: NDArray[np.float32],
+    codes: NDArray[np.uint8],
+) -> None:
+    """The evenly spaced level of each value: level c of 0 to `highest` stands for
+    scale * (2 c / highest - 1).
+
+    Args:
+        values: what is rounded.
+        scales: of each block of values, the largest magnitude that can be said; 0: there is none.
+        block: values of a block.
+        highest: the number of the highest level.
+        draws: added to the level's exact place before the fraction is cut off: 1/2 rounds to
+            nearest, random numbers in [0, 1) round at random without bias. Of one entry, which
+            serves all values, or as many as there are values.
+        codes: takes the levels.
+    """
+    stride = 1 if draws.size > 1 else 0
+    for number in range(scales.size):
+        scale = np.float64(scales[number])  # the inverse of a tiny one is no float32
+        factor = highest / 2 / scale if scale > 0 else 0.0
+        part = values[number * block : (number + 1) * block]
+        coded = codes[number * block : (number + 1) * block]
+        drawn = draws[number * block * stride :]
+        for i in range(part.size):
+            level = part[i] * factor + (highest / 2 + drawn[i * stride])
+            # Neither `min` nor `max` of numbers would be vectorised.
+            level = level if level > 0.0 else 0.0
+            level = level if level < highest else highest
+            coded[i] = np.uint8(np.int32(level))
+
+
+@kernel
+def _exponent_codes(
+    values: NDArray[np.floating], scales: NDArray[np.float32], block: int, codes: NDArray[np.uint8]
+) -> None:
+    """Signs and the nearest of eight magnitudes: 0 for zero, c from 1 to 7 for scale * 2**(c - 7),
+    and 8 more below zero.
+
+    Args:
+        values: what is rounded.
+        scales: of each block of values, the largest magnitude.
+        block: values of a block.
+        codes: takes the codes.
+    """
+    shares = np.empty(block, dtype=np.float32)
+    words = shares.view(np.int32)
+    smallest = np.array([2.0**-7], dtype=np.float32).view(np.int32)[0]
+    for number in range(scales.size):
+        scale = np.float64(scales[number])
+        factor = 1 / scale if scale > 0 else 0.0
+        part = values[number * block : (number + 1) * block]
+        coded = codes[number * block : (number + 1) * block]
+        for i in range(part.size):
+            shares[i] = np.float32(part[i] * factor)
+        for i in range(part.size):
+            magnitude = words[i] & np.int32(0x7FFF_FFFF)
+            # Half a unit is added, so that cutting the fraction off rounds to nearest.
+            code = ((magnitude + np.int32(0x40_0000)) >> np.int32(23)) - np.int32(120)
+            least = np.int32(magnitude >= smallest)
+            code = code if code > least else least
+            code = code if code < np.int32(7) else np.int32(7)
+            coded[i] = np.uint8(code | ((words[i] >> np.int32(28)) & np.int32(8)))
+
+
+@kernel
+def _look_up(
+    codes: NDArray[np.uint8],
+    shares: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    block: int,
+    values: NDArray[np.float32],
+) -> None:
+    """Each code's number: its share of the scale of its block.
+
+    Args:
+        codes: shape (n,).
+        shares: of each code.
+        scales: of each block.
+        block: values of a block.
+        values: takes them, shape (n,).
+    """
+    for number in range(scales.size):
+        scale = scales[number]
+        coded = codes[number * block : (number + 1) * block]
+        part = values[number * block : (number + 1) * block]
+        for i in range(part.size):
+            part[i] = shares[coded[i]] * scale

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.codec import bit_kernels
-from offbeat.codec.jit import kernel
+from offbeat.codec.few_bits import pack, unpack
 from offbeat.codec.option_value import OptionValue
 from offbeat.errors import WireError
 
@@ -122,28 +121,36 @@ class GapIndices(IndexCodec):
     def encode(self, indices: NDArray[np.int64], num_elements: int) -> CodedIndices:
         if indices.size == num_elements:
             return CodedIndices(self._ALL, np.empty(0, np.uint8))
-        num_short, num_long = _count_gaps(indices)
+        gaps = np.diff(indices, prepend=-1) - 1
         plain = self._plain(num_elements)
-        counts = {self._SHORT_GAPS: int(num_short), self._GAPS: int(num_long), plain: indices.size}
+        counts = {
+            layout: gaps.size + int((gaps // np.iinfo(self._DTYPES[layout]).max).sum())
+            for layout in (self._SHORT_GAPS, self._GAPS)
+        }
+        counts[plain] = gaps.size
         total_bytes = {
             layout: count * self._DTYPES[layout].itemsize for layout, count in counts.items()
         }
         total_bytes[self._BITMAP] = -(-num_elements // 8)
         layout = min(total_bytes, key=total_bytes.__getitem__)
-        shift = _rice_shift(indices.size, num_elements)
-        lower_bytes = -(-indices.size * shift // 8)
-        if _is_worth(1 + lower_bytes + indices.size / 8, total_bytes[layout]):
-            upper_bytes = -(-int(bit_kernels.count_rice(indices, shift)) // 8)
+        shift = _rice_shift(gaps.size, num_elements)
+        lower_bytes = -(-gaps.size * shift // 8)
+        if _is_worth(1 + lower_bytes + gaps.size / 8, total_bytes[layout]):
+            upper_bytes = -(-(gaps.size + int((gaps >> shift).sum())) // 8)
             if _is_worth(1 + lower_bytes + upper_bytes, total_bytes[layout]):
-                return CodedIndices(self._RICE, _rice(indices, shift, lower_bytes, upper_bytes))
+                return CodedIndices(self._RICE, _rice(gaps, shift, upper_bytes))
         if layout == self._BITMAP:
             is_sent = np.zeros(num_elements, dtype=np.bool_)
             is_sent[indices] = True
             return CodedIndices(layout, np.packbits(is_sent, bitorder="little"))
         if layout == plain:
             return CodedIndices(layout, indices.astype(self._DTYPES[plain]))
-        codes = np.empty(counts[layout], dtype=self._DTYPES[layout])
-        _encode_gaps(indices, codes)
+        # The largest code stands for so many elements without an entry, the others for as many and
+        # an entry behind them.
+        longest = np.iinfo(self._DTYPES[layout]).max
+        bridges = gaps // longest
+        codes = np.full(counts[layout], longest, dtype=self._DTYPES[layout])
+        codes[np.cumsum(bridges + 1) - 1] = gaps - longest * bridges
         return CodedIndices(layout, codes)
 
     @override
@@ -162,14 +169,11 @@ class GapIndices(IndexCodec):
         elif layout in self._DTYPES:
             dtype = self._DTYPES[layout]
             _require_count(coded.size % dtype.itemsize, 0, "bytes beyond whole indices")
-            codes = coded.view(dtype)
+            indices = codes = coded.view(dtype).astype(np.int64)
             if layout in (self._SHORT_GAPS, self._GAPS):
-                indices = np.empty(codes.size, dtype=np.int64)
-                num_entries, last_is_entry = _decode_gaps(codes, indices)
-                _require_count(int(last_is_entry), 1, "entries behind its last gap")
-                indices = indices[:num_entries]
-            else:
-                indices = codes.astype(np.int64)
+                brings_entry = codes < np.iinfo(dtype).max
+                _require_count(int(brings_entry[-1:].all()), 1, "entries behind its last gap")
+                indices = (np.cumsum(codes + brings_entry) - 1)[brings_entry]
         else:
             raise WireError(
                 f"a message has index layout {layout}, this version reads 0 to {self._RICE}; run"
@@ -195,17 +199,15 @@ def _is_worth(rice_bytes: float, shortest_bytes: float) -> bool:
     return rice_bytes < 0.875 * shortest_bytes
 
 
-def _rice(
-    indices: NDArray[np.int64], shift: int, lower_bytes: int, upper_bytes: int
-) -> NDArray[np.uint8]:
-    """The shift, the lower bits of all gaps, and their upper bits in unary."""
-    coded = np.zeros(1 + lower_bytes + upper_bytes, dtype=np.uint8)
-    coded[0] = shift
-    lower = np.empty(indices.size, dtype=np.uint32)
-    bit_kernels.encode_rice(indices, shift, coded[1 + lower_bytes :], lower)
-    if shift:
-        bit_kernels.pack(lower, shift, coded[1 : 1 + lower_bytes])
-    return coded
+def _rice(gaps: NDArray[np.int64], shift: int, upper_bytes: int) -> NDArray[np.uint8]:
+    """Golomb's codes, with a power of two: the shift; the lower bits of all gaps as they are; and
+    the upper bits of each as so many zeros and a one.
+    """
+    is_one = np.zeros(8 * upper_bytes, dtype=np.bool_)
+    is_one[np.cumsum((gaps >> shift) + 1) - 1] = True
+    lower = (gaps & (1 << shift) - 1).astype(np.uint32)
+    head = np.array([shift], dtype=np.uint8)
+    return np.concatenate([head, pack(lower, shift), np.packbits(is_one, bitorder="little")])
 
 
 def _from_rice(coded: NDArray[np.uint8], count: int) -> NDArray[np.int64]:
@@ -216,13 +218,10 @@ def _from_rice(coded: NDArray[np.uint8], count: int) -> NDArray[np.int64]:
             f"Rice codes of {count} indices cannot be {coded.size} bytes; the message was truncated"
             " or damaged"
         )
-    lower = np.zeros(count, dtype=np.uint32)
-    if shift:
-        bit_kernels.unpack(coded[1:at_upper], shift, lower)
-    indices = np.empty(count, dtype=np.int64)
-    found = int(bit_kernels.decode_rice(coded[at_upper:], shift, lower, indices))
-    _require_count(found, count, "indices")
-    return indices
+    ones = np.flatnonzero(np.unpackbits(coded[at_upper:], bitorder="little"))
+    _require_count(ones.size, count, "indices")
+    upper = np.diff(ones, prepend=-1) - 1
+    return np.cumsum((upper << shift) + unpack(coded[1:at_upper], shift, count) + 1) - 1
 
 
 def _require_count(found: int, expected: int, of: str) -> None:
@@ -235,64 +234,6 @@ def _require_count(found: int, expected: int, of: str) -> None:
 
 INDEX_CODECS: Final[Mapping[str, IndexCodec]] = {"gaps": GapIndices()}
 """Index codecs by the names that options may use for them."""
-
-
-@kernel
-def _encode_gaps(indices: NDArray[np.int64], codes: NDArray[np.unsignedinteger]) -> None:
-    """Code ascending indices by their gaps. The largest code stands for so many elements without an
-    entry, the others for as many and an entry behind them.
-
-    Args:
-        indices: strictly ascending, >= 0.
-        codes: uint8 or uint16, as long as `_count_gaps` says.
-    """
-    longest = (np.int64(1) << np.int64(8 * codes.itemsize)) - 1
-    position = np.int64(-1)
-    count = np.uint64(0)
-    for i in range(indices.size):
-        beyond = indices[i] - position - 1
-        while beyond >= longest:
-            codes[count] = longest
-            count += np.uint64(1)
-            beyond -= longest
-        codes[count] = beyond
-        count += np.uint64(1)
-        position = indices[i]
-
-
-@kernel
-def _count_gaps(indices: NDArray[np.int64]) -> tuple[np.int64, np.int64]:
-    """How many codes `_encode_gaps` writes, of 1 and of 2 bytes."""
-    position = np.int64(-1)
-    count, long_count = np.int64(indices.size), np.int64(indices.size)
-    for i in range(indices.size):
-        beyond = indices[i] - position - 1
-        if beyond >= 0xFF:  # divisions take long, and most gaps need none
-            count += beyond // 0xFF
-            long_count += beyond // 0xFFFF
-        position = indices[i]
-    return count, long_count
-
-
-@kernel
-def _decode_gaps(
-    codes: NDArray[np.unsignedinteger], indices: NDArray[np.int64]
-) -> tuple[np.int64, np.bool_]:
-    """Inverse of `_encode_gaps`: writes `indices`, which has room for as many as there are codes.
-
-    Returns how many there are, and whether the last code brings one.
-    """
-    longest = (np.int64(1) << np.int64(8 * codes.itemsize)) - 1
-    position = np.int64(-1)
-    count = np.uint64(0)
-    is_entry: np.bool_ = np.int64(0) < longest
-    for i in range(codes.size):
-        code = np.int64(codes[i])
-        is_entry = code < longest
-        position += code + is_entry
-        indices[count] = position
-        count += np.uint64(is_entry)
-    return np.int64(count), is_entry
 
 
 RowSet: TypeAlias = NDArray[np.bool_]

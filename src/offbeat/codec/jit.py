@@ -72,16 +72,11 @@ def warm() -> None:
         flat = torch.from_numpy(np.ones(8 * selectors.SMALL, dtype=dtype))
         selectors.exact(flat.clone(), flat, k=1, weight=1.0)
         selectors.reuse(flat.clone(), flat, k=1, weight=1.0, threshold=1.0)
-        for index in (1, 70_000):  # gaps of 1 byte and of 2
-            entries = sparse.Sparse(
-                indices=one * index, values=one.astype(dtype), num_elements=100_000
-            )
-            for values in VALUE_CODECS.values():
-                wire = Wire(num_elements=100_000, num_parameters=0, dtype=dtype, values=values)
-                wire.decode(wire.encode(entries, Tally.of_nobody(0))[0])
+        entries = sparse.Sparse(indices=one, values=one.astype(dtype), num_elements=100_000)
+        for values in VALUE_CODECS.values():
+            wire = Wire(num_elements=100_000, num_parameters=0, dtype=dtype, values=values)
+            wire.decode(wire.encode(entries, Tally.of_nobody(0))[0])
         total = sparse.add(entries, entries)
-        sparse.clip_to_median([entries, total])
         sparse.keep_largest(total, 1)
         sparse.split_by_index(total, one)
-        sparse.partition(total, 2)
         histogram.histogram(total, 1, 1)

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from itertools import cycle
 from math import inf
 from typing import (
     Annotated,
@@ -74,10 +75,10 @@ def _reader(kind: Any) -> _Reader:
     if origin is Literal:
         return lambda value: _required(isinstance(value, str) and value in arguments, value, kind)
     if origin is tuple:
-        return _tuple_of(kind, arguments)
+        items_of = _list_of(kind, arguments)
+        return lambda value: tuple(items_of(value))
     if origin is Sequence:
-        items_of = _tuple_of(kind, (*arguments, ...))
-        return lambda value: list(items_of(value))
+        return _list_of(kind, (*arguments, ...))
     if origin is Mapping:
         return _mapping_of(kind, arguments[1])
     if is_dataclass(kind):
@@ -139,25 +140,18 @@ def _bounded(reader: _Reader, bounds: Between) -> _Reader:
     return read
 
 
-def _tuple_of(kind: Any, arguments: tuple[Any, ...]) -> _Reader:
-    if arguments[-1] is not ...:
-        values_of = _list_of(kind, arguments)
-        return lambda value: tuple(values_of(value))
-    reader = _reader(arguments[0])
-
-    def read(value: Any) -> Any:
-        return tuple(map(reader, _required(isinstance(value, list), value, kind)))
-
-    return read
-
-
 def _list_of(kind: Any, kinds: tuple[Any, ...]) -> Callable[[Any], list[Any]]:
-    """Reads a list of as many values as there are `kinds`."""
-    readers = tuple(map(_reader, kinds))
+    """Reads a list of as many values as there are `kinds`; of any number, where `...` follows the
+    only one.
+    """
+    is_any_number = kinds[-1] is ...
+    readers = tuple(map(_reader, kinds[:1] if is_any_number else kinds))
 
     def read(value: Any) -> list[Any]:
-        items = _required(isinstance(value, list) and len(value) == len(readers), value, kind)
-        return [reader(item) for reader, item in zip(readers, items, strict=True)]
+        fits = isinstance(value, list) and (is_any_number or len(value) == len(readers))
+        items = _required(fits, value, kind)
+        each = cycle(readers) if is_any_number else readers
+        return [reader(item) for reader, item in zip(each, items, strict=not is_any_number)]
 
     return read
 

@@ -49,7 +49,8 @@ class KeptThreshold(Selector):
         found = reuse(flat, residual, k=k, weight=weight, threshold=kept, within=_WITHIN)
         if not found.finite:
             return found
-        # Reaching adapts a threshold that has fitted; one that is sought is the least of k.
-        sought = kept == 0 or len(found.sparse) == k
+        # Reaching adapts a threshold that has fitted, but not where exactly k entries reach it; one
+        # that is sought is the least of k.
+        sought = kept == 0 or (len(found.sparse) == k and found.state[THRESHOLD] != kept)
         threshold, age = (found.state[THRESHOLD], 0.0) if sought else (kept, state[_AGE])
         return replace(found, state={THRESHOLD: threshold, _AGE: age + 1})

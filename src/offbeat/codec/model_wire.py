@@ -182,15 +182,11 @@ class ModelMessage:
         head = _HEAD.pack(self.kind, flags, code, self.bits, *when, *what, *counts)
         notes = [_NOTE.pack(note.weight, note.step, note.fresh) for note in self.notes]
         counters = np.ascontiguousarray(self.counters, _COUNTER).data
+        sizes = [self.coded.size] * (self.bits > 0)
+        sizes += [self.values.size] * (is_rounded or self.bits > 0)
         values = np.ascontiguousarray(self.values).data
-        if self.bits:
-            sizes = _COUNT.pack(self.coded.size) + _COUNT.pack(self.values.size)
-            return _joined([head, *notes, counters, sizes], values, self.coded.data)
-        if not is_rounded:
-            return _joined([head, *notes, counters], values)
-        num_exact = _COUNT.pack(self.values.size)
-        codes = np.ascontiguousarray(self.codes, _CODE).data
-        return _joined([head, *notes, counters, num_exact], values, codes)
+        codes = self.coded if self.bits else np.ascontiguousarray(self.codes, _CODE)
+        return _joined([head, *notes, counters, *map(_COUNT.pack, sizes)], values, codes.data)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ModelMessage:
@@ -219,15 +215,11 @@ class ModelMessage:
             )
         counters_at = HEAD_BYTES + num_notes * NOTE_BYTES
         values_at = counters_at + num_counters * COUNTER_BYTES
-        num_whole, num_codes, num_coded = num_values, 0, 0
+        num_whole, num_codes, num_coded = num_values, num_values if is_rounded else 0, 0
         if bits:
-            num_coded = _num_exact(data, values_at)
-            values_at += _COUNT.size
-            num_whole = _num_exact(data, values_at)
-            values_at += _COUNT.size
-        elif is_rounded:
-            num_whole, num_codes = _num_exact(data, values_at), num_values
-            values_at += _COUNT.size
+            num_coded, values_at = _size_at(data, values_at)
+        if bits or is_rounded:
+            num_whole, values_at = _size_at(data, values_at)
         codes_at = values_at + num_whole * dtype.itemsize
         expected = codes_at + num_codes * _CODE.itemsize + num_coded
         if len(data) != expected or num_whole > num_values:
@@ -296,15 +288,15 @@ def bytes_at_scale(message: bytes | bytearray | memoryview, num_elements: int) -
     return len(message) + (num_elements / own_elements - 1.0) * num_bytes
 
 
-def _num_exact(data: bytes | bytearray | memoryview, offset: int) -> int:
-    """How many values of a message are not rounded."""
-    if len(data) < offset + _COUNT.size:
+def _size_at(data: bytes | bytearray | memoryview, offset: int) -> tuple[int, int]:
+    """A number that says how large a part of the message is, and where that number ends."""
+    end = offset + _COUNT.size
+    if len(data) < end:
         raise WireError(
-            f"a message of a group average announces {offset + _COUNT.size} bytes or more and has"
-            f" {len(data)}; it was truncated"
+            f"a message of a group average announces {end} bytes or more and has {len(data)}; it"
+            " was truncated"
         )
-    (count,) = _COUNT.unpack_from(data, offset)
-    return int(count)
+    return int(_COUNT.unpack_from(data, offset)[0]), end
 
 
 def _checked(weight: float) -> float:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -149,8 +149,7 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
         from offbeat.codec import cuda  # late, since it stands on this file
 
         return cuda.exact(flat, residual, k=k, weight=weight)
-    picked = _k_largest(flat.numpy(), residual.numpy(), weight, k)
-    return _not_finite(flat.numpy()) if picked is None else Selection(sparse=picked, finite=True)
+    return _k_largest(flat.numpy(), residual.numpy(), weight, k)
 
 
 def reuse(
@@ -179,8 +178,7 @@ def reuse(
     values = flat.numpy()
     last = values.dtype.type(threshold)
     if not 0 < last < np.inf:
-        picked = _k_largest(values, residual.numpy(), weight, k)
-        return _not_finite(values) if picked is None else _with_threshold(picked)
+        return with_least(_k_largest(values, residual.numpy(), weight, k))
     capacity = min(values.size, 4 * k)
     indices, found = _room(capacity, values.dtype)
     count, finite = accumulate_and_collect(
@@ -192,49 +190,42 @@ def reuse(
         near_k = Sparse(
             indices=indices[:count].copy(), values=found[:count].copy(), num_elements=values.size
         )
-        return _with_threshold(
-            _taken_out(values, near_k), threshold=float(last) * (count / k) ** GAIN
-        )
+        threshold = float(last) * (count / k) ** GAIN
+        return replace(_taken_out(values, near_k), state={THRESHOLD: threshold})
     if k <= count <= capacity:
         largest = _largest(indices[:count], found[:count], values.size, k)
-        return _with_threshold(_taken_out(values, largest))
-    of_sum = _k_largest(values, values, 0.0, k)  # which is there already
-    assert of_sum is not None, "it is finite"
-    return _with_threshold(of_sum)
+        return with_least(_taken_out(values, largest))
+    return with_least(_k_largest(values, values, 0.0, k))  # of the sum, which is there already
 
 
 def _k_largest(
     values: NDArray[np.floating], owed: NDArray[np.floating], weight: float, k: int
-) -> Sparse | None:
-    """The `k` largest of owed + weight * values, taken out of `values`; None where something is not
-    finite.
-    """
+) -> Selection:
+    """The `k` largest of owed + weight * values, taken out of `values`."""
     scale, least = values.dtype.type(weight), np.finfo(values.dtype).smallest_subnormal
     threshold, capacity = _guess(values, owed, scale, k)
     threshold = max(threshold, least)
     indices, found = _room(capacity, values.dtype)
     count, finite = accumulate_and_collect(values, owed, scale, threshold, indices, found)
     if not finite:
-        return None
+        return _not_finite(values)
     # The largest are all among the candidates: there are enough of these, or no other nonzeros.
     if count <= capacity and (count >= k or threshold == least):
         return _taken_out(values, _largest(indices[:count], found[:count], values.size, k))
     return _taken_out(values, largest_of_all(values, k))
 
 
-def _taken_out(values: NDArray[np.floating], picked: Sparse) -> Sparse:
+def _taken_out(values: NDArray[np.floating], picked: Sparse) -> Selection:
     """`picked`, after what it holds was set to zero in `values`."""
     values[picked.indices] = 0
-    return picked
+    return Selection(sparse=picked, finite=True)
 
 
-def _with_threshold(picked: Sparse, threshold: float | None = None) -> Selection:
-    """What reuse returns. Unless it adapted the threshold, the next one is the least magnitude
-    picked.
-    """
-    if threshold is None:
-        threshold = float(np.abs(picked.values).min()) if len(picked) else 0.0
-    return Selection(sparse=picked, finite=True, state={THRESHOLD: threshold})
+def with_least(selection: Selection) -> Selection:
+    """The selection, with the least magnitude picked as the next step's threshold."""
+    magnitudes = np.abs(selection.sparse.values)
+    threshold = float(magnitudes.min()) if magnitudes.size else 0.0
+    return replace(selection, state={THRESHOLD: threshold})
 
 
 def _not_finite(values: NDArray[np.floating]) -> Selection:

@@ -49,7 +49,7 @@ class SIDCo(Selector):
         self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         magnitudes = torch.add(residual, flat, alpha=weight).abs_()
-        density = k / max(1, flat.numel())
+        density = k / flat.numel() if flat.numel() else 1.0
         threshold = fitted_threshold(magnitudes, density, num_stages=int(state["stages"]))
         num_reached = int((magnitudes >= threshold).sum())
         selection = reuse(flat, residual, k=k, weight=weight, threshold=threshold)

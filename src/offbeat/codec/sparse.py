@@ -15,13 +15,12 @@ Python's negative ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import SupportsIndex, TypeAlias, cast
+from typing import SupportsIndex, TypeAlias
 
-import numba
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -107,7 +106,9 @@ def clip_to_median(sparses: Sequence[Sparse]) -> list[Sparse]:
     """At least one vector, those that are longer than the median shortened to it. Zeros do not
     count: ranks that have ended, or are new, would clip all others to nothing.
     """
-    norms = np.sqrt([_sum_of_squares(each.values) for each in sparses])
+    # One after the other in double precision, so that every machine finds the same bits.
+    squares = [np.cumsum(np.square(each.values, dtype=np.float64)) for each in sparses]
+    norms = np.sqrt([sums[-1] if sums.size else 0.0 for sums in squares])
     median = float(np.median(norms[norms > 0])) if norms.any() else 0.0
     return [
         each.scaled(median / norm) if norm > median else each
@@ -146,11 +147,11 @@ def split_by_index(sparse: Sparse, indices: NDArray[np.int64]) -> tuple[Sparse, 
 
 def partition(sparse: Sparse, num_owners: int) -> list[Sparse]:
     """The pairs of each owner; `arithmetic.fusion.owner_of` says who owns an index."""
-    dealt = _room_for(len(sparse), sparse)
-    ends = np.empty(num_owners, dtype=np.int64)
-    owners = np.empty(len(sparse), dtype=np.uint32)
-    _deal((sparse.indices, sparse.values), owners, ends, dealt)
-    bounds = [0, *ends.tolist()]
+    owners = fusion.owner_of(sparse.indices, num_owners)
+    # Numbers of 1 or 2 bytes are sorted in one pass for each byte.
+    order = np.argsort(owners.astype(np.min_scalar_type(num_owners)), kind="stable")
+    dealt = sparse.indices[order], sparse.values[order]
+    bounds = [0, *np.cumsum(np.bincount(owners, minlength=num_owners)).tolist()]
     return [_pairs(dealt, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)]
 
 
@@ -190,15 +191,6 @@ def magnitude_mask(dtype: np.dtype[np.generic]) -> np.unsignedinteger:
     unsigned = np.dtype(f"u{dtype.itemsize}")
     mask: np.unsignedinteger = unsigned.type((1 << 8 * dtype.itemsize - 1) - 1)
     return mask
-
-
-@kernel
-def _sum_of_squares(values: NDArray[np.floating]) -> float:
-    """One after the other in double precision, so that every machine finds the same bits."""
-    total = 0.0
-    for i in range(values.size):
-        total += np.float64(values[i]) * np.float64(values[i])
-    return total
 
 
 @kernel
@@ -340,40 +332,3 @@ def _split_common(
         i += np.uint64(index <= other)
         j += np.uint64(other <= index)
     return np.int64(num_inside), np.int64(_copy(pairs, i, size, outside, num_outside))
-
-
-# Written for arrays, it serves for single indices as well. numba's cache follows this file alone:
-# whoever changes that function has to touch this file too, or `_deal` stays as it was.
-_owner_of = cast(
-    Callable[[np.uint64, np.uint64], np.uint32], numba.njit(nogil=True)(fusion.owner_of)
-)
-
-
-@kernel
-def _deal(
-    pairs: _Pairs, owners: NDArray[np.uint32], ends: NDArray[np.int64], dealt: _Pairs
-) -> None:
-    """Sort pairs by owner (`arithmetic.fusion.owner_of`), keeping their order otherwise.
-
-    Args:
-        pairs: n of them.
-        owners: takes each pair's owner, shape (n,).
-        ends: takes where each owner's pairs end, shape (number of owners,).
-        dealt: takes the result, n pairs.
-    """
-    indices, values = pairs
-    dealt_indices, dealt_values = dealt
-    ends[:] = 0
-    num_owners = np.uint64(ends.size)
-    for i in range(indices.size):
-        owners[i] = _owner_of(np.uint64(indices[i]), num_owners)
-        ends[owners[i]] += 1
-    begin = 0
-    for each in range(ends.size):
-        ends[each], begin = begin, begin + ends[each]
-    for i in range(indices.size):
-        owner = np.uint64(owners[i])
-        place = np.uint64(ends[owner])
-        ends[owner] += 1
-        dealt_indices[place] = indices[i]
-        dealt_values[place] = values[i]

@@ -46,9 +46,10 @@ class WeightlessVector(WeightlessMessage):
 
     whole: int
 
-    def part(self, begin: int, end: int) -> WeightlessVector:
-        """Its bytes from `begin` to `end`."""
-        return WeightlessVector(min(end, self.num_bytes) - begin, self.content, self.whole)
+    def __getitem__(self, span: slice) -> WeightlessVector:
+        """Some of its bytes, as of a `memoryview`."""
+        num_bytes = len(range(*span.indices(self.num_bytes)))
+        return WeightlessVector(num_bytes, self.content, self.whole)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,8 +146,7 @@ class WeightlessWire:
         """
         if not a.num_pairs:
             return b
-        num_common = a.num_pairs * b.num_pairs / a.num_places
-        return WeightlessSparse(a.num_pairs + b.num_pairs - num_common, a.num_places)
+        return WeightlessSparse(a.num_pairs + b.num_pairs - _num_common(a, b), a.num_places)
 
     def add_all(self, sparses: Sequence[WeightlessSparse]) -> WeightlessSparse:
         return reduce(self.add, sparses)
@@ -162,7 +162,7 @@ class WeightlessWire:
     def split_common(
         self, entries: WeightlessSparse, other: WeightlessSparse
     ) -> tuple[WeightlessSparse, WeightlessSparse]:
-        return _parted(entries, entries.num_pairs * other.num_pairs / entries.num_places)
+        return _parted(entries, _num_common(entries, other))
 
     def partition(self, entries: WeightlessSparse, num_owners: int) -> list[WeightlessSparse]:
         part = WeightlessSparse(entries.num_pairs / num_owners, entries.num_places / num_owners)
@@ -191,6 +191,10 @@ class WeightlessWire:
 
     def split(self, message: Message, count: int) -> Sequence[Message]:
         return cast("tuple[Message, ...]", _content(message))
+
+
+def _num_common(a: WeightlessSparse, b: WeightlessSparse) -> float:
+    return a.num_pairs * b.num_pairs / a.num_places if a.num_pairs else 0.0
 
 
 def _parted(entries: WeightlessSparse, num: float) -> tuple[WeightlessSparse, WeightlessSparse]:

@@ -99,7 +99,7 @@ def push_sum(
         yield from _send(peer, message)
     for peer in peers.sources:
         theirs = yield from _receive(peer, len(message))
-        head, values = _part(theirs, 0, _WEIGHT.size), _part(theirs, _WEIGHT.size, len(theirs))
+        head, values = theirs[: _WEIGHT.size], theirs[_WEIGHT.size :]
         weight += _WEIGHT.unpack_from(getattr(head, "content", head))[0]
         for block, other in zip(total, _blocks_of(values, mine), strict=True):
             block += other
@@ -108,7 +108,7 @@ def push_sum(
 
 def _part_with_shares(
     mine: Sequence[Block], weight: float, num_targets: int
-) -> tuple[bytes, list[Block], float]:
+) -> tuple[memoryview, list[Block], float]:
     """The message that takes one share along; what is left of the vector, and of the weight, when
     all targets have theirs.
     """
@@ -120,25 +120,19 @@ def _part_with_shares(
     return _join(_WEIGHT.pack(weight * share), parting), kept, weight - weight * share * num_targets
 
 
-def _join(head: bytes, blocks: Sequence[Block]) -> bytes:
+def _join(head: bytes, blocks: Sequence[Block]) -> memoryview:
     if any(isinstance(block, torch.Tensor) for block in blocks):
         num_bytes = len(head) + sum(block.nbytes for block in blocks)
-        return cast(bytes, WeightlessVector(num_bytes, head, num_bytes))
-    return b"".join([head, *(block.data.cast("B") for block in blocks if block.size)])
+        return cast(memoryview, WeightlessVector(num_bytes, head, num_bytes))
+    return memoryview(b"".join([head, *(block.data.cast("B") for block in blocks if block.size)]))
 
 
-def _send(peer: int, message: bytes) -> Collective[None]:
+def _send(peer: int, message: memoryview) -> Collective[None]:
     for begin in range(0, len(message), MESSAGE_BYTES):
-        yield Send(peer, _part(message, begin, begin + MESSAGE_BYTES))
+        yield Send(peer, message[begin : begin + MESSAGE_BYTES])
 
 
-def _part(message: bytes | memoryview, begin: int, end: int) -> memoryview:
-    if isinstance(message, WeightlessVector):
-        return cast(memoryview, message.part(begin, end))
-    return memoryview(message)[begin:end]
-
-
-def _receive(peer: int, num_bytes: int) -> Collective[bytes]:
+def _receive(peer: int, num_bytes: int) -> Collective[memoryview]:
     pieces = []
     for begin in range(0, num_bytes, MESSAGE_BYTES):
         piece = yield Recv(peer)
@@ -148,15 +142,15 @@ def _receive(peer: int, num_bytes: int) -> Collective[bytes]:
                 " all ranks train the same model?"
             )
         pieces.append(piece)
-    if isinstance(pieces[0], WeightlessVector):
-        return cast(bytes, WeightlessVector(num_bytes, pieces[0].content, num_bytes))
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    if pieces and isinstance(pieces[0], WeightlessVector):
+        return cast(memoryview, WeightlessVector(num_bytes, pieces[0].content, num_bytes))
+    return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
 
-def _blocks_of(message: bytes | memoryview, like: Sequence[Block]) -> list[Block]:
+def _blocks_of(message: memoryview, like: Sequence[Block]) -> list[Block]:
     """The blocks in `message`, of the types and lengths of `like`."""
-    if isinstance(message, WeightlessVector):
-        return list(like)
+    if isinstance(message, WeightlessVector) or not len(message):
+        return list(like)  # of nothing they are alike
     blocks, begin = [], 0
     for block in like:
         blocks.append(np.frombuffer(message, dtype=block.dtype, count=block.size, offset=begin))

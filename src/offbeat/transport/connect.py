@@ -31,7 +31,7 @@ from offbeat.errors import MALFORMED, ConfigError, MismatchError, PeerError, Uns
 from offbeat.torch_private import new_gloo_backend, new_nccl_backend
 from offbeat.transport.backends import WAIT_LIMIT, Backend, GlooDevice, gloo_device
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.interface import check_listening, listen_address
+from offbeat.transport.interface import listen_address
 from offbeat.transport.link import SILENCE_VARIABLE, PeerLimits, silence_s
 from offbeat.transport.network import (
     Network,
@@ -177,7 +177,6 @@ def connect(
     rendezvous = Rendezvous(store, rank, ranks, lost=lost)
     try:
         address, limit_s, cipher = listen_address(), silence_s(), cipher_from_environment()
-        check_listening(address)
         presence = Presence(address) if world_size > 1 else None
     except ConfigError as refusal:
         # The others would wait for this rank.
@@ -286,7 +285,6 @@ def reconnect(rank: int | None = None) -> Connection:
     """
     launch, store = _run_under_way()
     address, cipher = listen_address(), cipher_from_environment()
-    check_listening(address)
     rank = launch.rank if rank is None else rank
     network = find_network(
         store,

@@ -46,9 +46,9 @@ class EnvelopeKind(IntEnum):
 _KINDS = frozenset(EnvelopeKind)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Envelope:
-    """A checked header."""
+    """A checked header, in the order in which its numbers travel."""
 
     kind: EnvelopeKind
     sender: int
@@ -80,18 +80,9 @@ def pack(
         payload: contiguous bytes, of which length and checksum are taken.
         with_checksum: whether nothing else would notice that the payload was altered.
     """
-    return _LAYOUT.pack(
-        _MAGIC,
-        WIRE_VERSION,
-        kind,
-        _HAS_CHECKSUM if with_checksum else 0,
-        sender,
-        generation,
-        channel,
-        sequence,
-        len(payload),
-        zlib.crc32(payload) if with_checksum else 0,
-    )
+    flags, checksum = (_HAS_CHECKSUM, zlib.crc32(payload)) if with_checksum else (0, 0)
+    numbers = sender, generation, channel, sequence, len(payload)
+    return _LAYOUT.pack(_MAGIC, WIRE_VERSION, kind, flags, *numbers, checksum)
 
 
 def parse(header: Payload) -> Envelope:
@@ -120,15 +111,8 @@ def parse(header: Payload) -> Envelope:
             f"got a message of kind {kind}, flags {flags}; allowed are kinds"
             f" {sorted(map(int, _KINDS))} and flags 0 and 1; it is corrupt"
         )
-    return Envelope(
-        kind=EnvelopeKind(kind),
-        sender=sender,
-        generation=generation,
-        channel=channel,
-        sequence=sequence,
-        num_bytes=num_bytes,
-        checksum=checksum if flags else None,
-    )
+    found = checksum if flags else None
+    return Envelope(EnvelopeKind(kind), sender, generation, channel, sequence, num_bytes, found)
 
 
 def verify(envelope: Envelope, payload: Payload) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore
 from offbeat.errors import MALFORMED, MismatchError, OffbeatError, PeerError
 from offbeat.transport.connect import connect, launched
 from offbeat.transport.driver import Driver, Stream, Ticket, Wrapper
-from offbeat.transport.interface import check_listening, listen_address
+from offbeat.transport.interface import listen_address
 from offbeat.transport.link import silence_s
 from offbeat.transport.network import answering_within, serves, store_sockets
 from offbeat.transport.operations import AllGather, Operation
@@ -81,7 +81,6 @@ def meet(
         if refusal is not None:
             raise refusal
         address, limit_s = listen_address(), silence_s()
-        check_listening(address)
     except OffbeatError as error:
         rendezvous.refuse(error)
         raise

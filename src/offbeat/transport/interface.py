@@ -42,8 +42,11 @@ def listen_address() -> str:
         A numeric IPv4 or IPv6 address. The wildcards 0.0.0.0 and :: only when they are named.
 
     Raises:
-        ConfigError: no such interface, or MASTER_ADDR cannot be resolved or reached.
+        ConfigError: no such interface, or MASTER_ADDR cannot be resolved or reached; or
+            OFFBEAT_PORTS or OFFBEAT_ADDRESS is malformed, which shows before a socket is needed.
     """
+    allowed_ports()
+    reachable_address(_LOOPBACK)
     for variable in ("OFFBEAT_INTERFACE", "GLOO_SOCKET_IFNAME"):
         # gloo accepts a list of names and uses the first for its rendezvous
         if name := os.environ.get(variable, "").split(",")[0].strip():
@@ -103,14 +106,6 @@ def allowed_ports() -> range | None:
             " range, such as 29600-29619"
         )
     return range(numbers[0], numbers[1] + 1)
-
-
-def check_listening(address: str) -> None:
-    """Raise `ConfigError` where OFFBEAT_PORTS or OFFBEAT_ADDRESS is malformed, before a socket is
-    needed.
-    """
-    allowed_ports()
-    reachable_address(address)
 
 
 def on_free_port(bind: Callable[[int], T], address: str) -> T:

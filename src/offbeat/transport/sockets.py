@@ -73,9 +73,7 @@ def parsed_address(text: str) -> Address:
 
 def listening_at(host: str) -> set[Address]:
     """The addresses of `host` at which this process listens."""
-    return {
-        here for here, _, listens in _ends() if listens and here is not None and here[0] == host
-    }
+    return {here for here, _, listens in _ends() if listens and here[0] == host}
 
 
 def of_service(port: int) -> SocketAddresses:
@@ -84,7 +82,7 @@ def of_service(port: int) -> SocketAddresses:
     """
     serving, local, remote = False, set(), set()
     for here, there, listens in _ends():
-        if here is not None and here[1] == port:
+        if here[1] == port:
             local.add(here)
             serving |= listens
         elif there is not None and there[1] == port:
@@ -94,11 +92,7 @@ def of_service(port: int) -> SocketAddresses:
 
 def ends_towards(port: int) -> frozenset[Address]:
     """This process's own ends of its connections to `port` of any host."""
-    return frozenset(
-        here
-        for here, there, _ in _ends()
-        if here is not None and there is not None and there[1] == port
-    )
+    return frozenset(here for here, there, _ in _ends() if there is not None and there[1] == port)
 
 
 def connections(*, but: SocketAddresses) -> list[tuple[Address, Address]]:
@@ -106,7 +100,7 @@ def connections(*, but: SocketAddresses) -> list[tuple[Address, Address]]:
     return [
         (here, there)
         for here, there, listens in _ends()
-        if here is not None and there is not None and not listens
+        if there is not None and not listens
         if here not in but.local and there not in but.remote
     ]
 
@@ -243,11 +237,12 @@ def _descriptors() -> Iterator[int]:
                 yield descriptor
 
 
-def _ends() -> Iterator[tuple[Address | None, Address | None, bool]]:
-    """Of each socket of this process its own address, its peer's, and whether it listens."""
+def _ends() -> Iterator[tuple[Address, Address | None, bool]]:
+    """Of each socket of IP of this process its own address, its peer's, and whether it listens."""
     for descriptor in _descriptors():
         with suppress(OSError), _end(descriptor) as end:
-            yield _address(end.getsockname), _address(end.getpeername), _listens(end)
+            if (here := _address(end.getsockname)) is not None:
+                yield here, _address(end.getpeername), _listens(end)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ counts, usually 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -121,7 +121,8 @@ class SparseRows:
         """Rows `begin` to `end`, without copying entries."""
         offsets = self.offsets[begin : end + 1]
         first, last = int(offsets[0]), int(offsets[-1])
-        return self._with(offsets - first, self.columns[first:last], self.values[first:last])
+        columns, values = self.columns[first:last], self.values[first:last]
+        return replace(self, offsets=offsets - first, columns=columns, values=values)
 
     def take(self, rows: NDArray[np.int64]) -> SparseRows:
         """The rows of these numbers, in this order."""
@@ -129,7 +130,8 @@ class SparseRows:
         lengths = self.offsets[rows + 1] - begins
         offsets = offsets_of(lengths)
         entries = np.repeat(begins - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return self._with(offsets, self.columns[entries], self.values[entries])
+        columns, values = self.columns[entries], self.values[entries]
+        return replace(self, offsets=offsets, columns=columns, values=values)
 
     def normalised(self) -> SparseRows:
         """The rows at Euclidean length 1; empty rows and rows of zeros as they are."""
@@ -138,9 +140,7 @@ class SparseRows:
             row_of_entry, weights=np.square(self.values, dtype=np.float64), minlength=len(self)
         )
         scale = 1 / np.sqrt(np.where(squares > 0, squares, 1.0))
-        return self._with(
-            self.offsets, self.columns, (self.values * scale[row_of_entry]).astype(np.float32)
-        )
+        return replace(self, values=(self.values * scale[row_of_entry]).astype(np.float32))
 
     def counts(self) -> NDArray[np.int64]:
         """In how many entries each column occurs, shape (num_columns,)."""
@@ -152,13 +152,6 @@ class SparseRows:
             torch.from_numpy(self.offsets),
             torch.from_numpy(self.columns),
             torch.from_numpy(self.values),
-        )
-
-    def _with(
-        self, offsets: NDArray[np.int64], columns: NDArray[np.int32], values: NDArray[np.float32]
-    ) -> SparseRows:
-        return SparseRows(
-            offsets=offsets, columns=columns, values=values, num_columns=self.num_columns
         )
 
 

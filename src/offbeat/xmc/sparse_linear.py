@@ -3,12 +3,12 @@ features that a batch has.
 
 1. Forward: each row adds up its features' weights, read where they lie, which
    `torch.nn.functional.embedding_bag` does well.
-2. Backward: list the batch's features, ascending, and sort its entries by feature.
+2. Backward: list the features that the batch has, ascending.
 3. Each listed feature adds up its rows' gradients. Every row of the gradient is written once.
 
-Time and memory depend on the batch, not on the number of features, but for a counter for each. The
-kernels of the backward pass serve float32 and float64 on the CPU; elsewhere torch's own operations
-work on the listed rows, gathered.
+Time and memory depend on the batch, not on the number of features, but for a number for each. The
+backward pass in SciPy serves float32 and float64 on the CPU, in a sixth of the time that torch's
+own operations take there; these serve elsewhere, on the listed rows, gathered.
 """
 
 from __future__ import annotations
@@ -17,100 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from scipy import sparse
 from torch import nn
 from torch.nn import functional
 
-from offbeat.codec.jit import kernel
 from offbeat.xmc.row_gradients import RowGradient, as_sparse, densely, take_rows
 from offbeat.xmc.rows import SparseBatch
-
-
-@kernel
-def count_columns(
-    columns: NDArray[np.int32], counts: NDArray[np.int32], found: NDArray[np.int64]
-) -> int:
-    """Count how often each column occurs, and list those that do, in no particular order. Returns
-    how many there are.
-
-    Args:
-        columns: shape (entries,).
-        counts: takes the counts; zeros before; shape (columns,).
-        found: takes the list; as long as `columns`.
-    """
-    num_found = np.uint64(0)
-    for i in range(columns.size):
-        column = np.uint64(columns[i])
-        found[num_found] = columns[i]
-        num_found += np.uint64(counts[column] == 0)
-        counts[column] += 1
-    return int(num_found)
-
-
-@kernel
-def sort_by_column(
-    offsets: NDArray[np.int64],
-    columns: NDArray[np.int32],
-    values: NDArray[np.floating],
-    found: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    ends: NDArray[np.int64],
-    rows: NDArray[np.int32],
-    sorted_values: NDArray[np.floating],
-) -> None:
-    """Sort entries by column, keeping their order otherwise.
-
-    Args:
-        offsets: of rows, shape (rows + 1,).
-        columns: shape (entries,).
-        values: shape (entries,).
-        found: the columns that occur, ascending.
-        counts: how often, shape (columns,); overwritten.
-        ends: takes where each found column's entries end, shape (found,).
-        rows: takes each entry's row, shape (entries,).
-        sorted_values: takes its value, shape (entries,).
-    """
-    place = 0
-    for i in range(found.size):
-        begin = place
-        place += counts[found[i]]
-        ends[i] = place
-        counts[found[i]] = begin
-    for row in range(offsets.size - 1):
-        for i in range(offsets[row], offsets[row + 1]):
-            column = np.uint64(columns[i])
-            at = np.uint64(counts[column])
-            counts[column] += 1
-            rows[at] = row
-            sorted_values[at] = values[i]
-
-
-@kernel
-def multiply_transposed(
-    ends: NDArray[np.int64],
-    rows: NDArray[np.int32],
-    values: NDArray[np.floating],
-    gradient: NDArray[np.floating],
-    product: NDArray[np.floating],
-) -> None:
-    """Entries sorted by column, transposed, times `gradient`.
-
-    Args:
-        ends: as of `sort_by_column`.
-        rows: the same.
-        values: the same.
-        gradient: shape (rows, outputs).
-        product: takes the result, shape (found, outputs).
-    """
-    begin = 0
-    for i in range(ends.size):
-        total = product[i]
-        total[:] = 0
-        for entry in range(begin, ends[i]):
-            value, of_row = values[entry], gradient[np.uint64(rows[entry])]
-            for j in range(total.size):
-                total[j] += value * of_row[j]
-        begin = ends[i]
 
 
 class SparseLinear(nn.Module):
@@ -203,14 +115,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         offsets, columns, values = (tensor.numpy() for tensor in ctx.saved_tensors)
-        gradient = gradients[0].contiguous().numpy()
-        counts = np.zeros(ctx.shape[0], dtype=np.int32)
-        found = np.empty(columns.size + 1, dtype=np.int64)
-        found = np.sort(found[: count_columns(columns, counts, found)])
-        ends, rows = np.empty(found.size, dtype=np.int64), np.empty(columns.size, dtype=np.int32)
-        sorted_values = np.empty_like(values)
-        sort_by_column(offsets, columns, values, found, counts, ends, rows, sorted_values)
-        product = np.empty((found.size, ctx.shape[1]), dtype=gradient.dtype)
-        multiply_transposed(ends, rows, sorted_values, gradient, product)
+        occurs = np.zeros(ctx.shape[0], dtype=np.bool_)
+        occurs[columns] = True
+        found = np.flatnonzero(occurs)
+        place = np.empty(ctx.shape[0], dtype=np.int32)
+        place[found] = np.arange(found.size, dtype=np.int32)
+        shape = offsets.size - 1, found.size
+        rows = sparse.csr_array((values, place[columns], offsets), shape=shape)
+        product = rows.T @ gradients[0].numpy()
         rows_found = RowGradient(torch.from_numpy(found), torch.from_numpy(product))
         return as_sparse(rows_found, ctx.shape), None, None, None
