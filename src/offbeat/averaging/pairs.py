@@ -63,14 +63,9 @@ class PairMean(ExchangeWithPeers[list[Block]]):
     def __init__(
         self, weights: ModelWeights, peers: Everyone, *, pairs: Pairs, rule: TakeMean | None = None
     ) -> None:
-        super().__init__(peers)
+        super().__init__(peers, rule=rule)
         self._weights, self._seed = weights, pairs.seed
-        self._rule = rule or TakeMean()
         self._pack = Pack(weights.tensors())
-
-    @override
-    def begin(self) -> None:
-        self._rule.begin()
 
     @override
     def _leave(self, number: int) -> Collective[list[Block]]:
@@ -84,12 +79,12 @@ class PairMean(ExchangeWithPeers[list[Block]]):
     @override
     def _take(self, came: list[Block]) -> None:
         self._pack.write_(vectors_of(came, self._pack), self._weights.tensors())
-        self._rule.merge_(None)
+        self.rule.merge_(None)
 
     @override
     def state(self) -> CallbackState:
-        return {"local": self._rule.state()}
+        return {"local": self.rule.state()}
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        self._rule.load(state["local"])
+        self.rule.load(state["local"])

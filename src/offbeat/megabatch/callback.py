@@ -215,7 +215,7 @@ class MegaBatchCallback(Callback):
         # Samples of each batch since the last step, or before it until there is a further one.
         self._claimed: list[int] = []
         self._has_stepped = False
-        self._has_loader = self._has_finished = self._has_newcomers = False
+        self._has_loader = self._has_newcomers = False
         self._num_steps = self._merged_at_step = 0
         self._under_way: _MergeUnderWay | None = None
         self._taken: MergedRound | None = None
@@ -435,7 +435,8 @@ class MegaBatchCallback(Callback):
     @property
     def merge_is_over(self) -> bool:
         """Whether a merge was begun and `end_merge` would not wait for it."""
-        return self.merge_is_taken or (self._under_way is not None and self._under_way.is_over())
+        under_way = self._under_way
+        return self.merge_is_taken or (under_way is not None and under_way.merged.done())
 
     @property
     def merge_is_taken(self) -> bool:
@@ -506,7 +507,7 @@ class MegaBatchCallback(Callback):
         begin_s = time.monotonic()
         self._protocol.finish(self._report(None, None))
         self._merged_at_step = self._num_steps
-        self._has_finished = self.group.has_finished = True
+        self.group.has_finished = True
         self._record_wait(begin_s, time.monotonic())
 
     @override
@@ -525,7 +526,7 @@ class MegaBatchCallback(Callback):
             and self._num_steps == self._merged_at_step
             and not self._went_on
         )
-        if (just_merged or self._has_finished) and not self.group.is_new:
+        if (just_merged or self.group.has_finished) and not self.group.is_new:
             return frozenset()  # All members hold the same model, and the copy is one of it.
         encode_s = self._protocol.encode_s
         outcome = self._protocol.mean_into(weights, self._report(None, None))
@@ -558,24 +559,19 @@ class MegaBatchCallback(Callback):
         if self._under_way is None:
             return
         begin_s = time.monotonic()
-        encode_s = self._under_way.wait()
-        # Laying vectors out is work of this rank, and no wait.
+        self._under_way.wait()
+        under_way, self._under_way = self._under_way, None
+        outcome, report = under_way.merged.result(), under_way.snapshot.report
+        assert outcome.mean is not None, "models were merged"
+        # Laying vectors out is work of this rank, and no wait, unless a thread has done it.
+        encode_s = outcome.mean.encode_s if report.following is None else 0.0
         self._protocol.encode_s += encode_s
         self._record_wait(begin_s, time.monotonic() - encode_s)
-        with torch.no_grad():
-            self._take()
-
-    def _take(self) -> None:
-        """The merge that is under way is over: its model, and what this rank has done meanwhile,
-        are the model now.
-        """
-        under_way, self._under_way = self._under_way, None
-        assert under_way is not None
-        outcome = under_way.merged()
         if under_way.is_dropped:
             return
-        then = under_way.snapshot.report.num_steps
-        self._protocol.take(outcome, num_steps=self._num_steps - then)
+        then = report.num_steps
+        with torch.no_grad():
+            self._protocol.take(outcome, num_steps=self._num_steps - then)
         taken = self._adopt(outcome, then)
         # One that is new finds the round in `joined_by`.
         self._taken = None if outcome.mine.is_new else taken
@@ -844,39 +840,24 @@ class _MergeUnderWay:
 
     Attributes:
         snapshot: as given.
+        merged: what comes of it, or what `MergeProtocol.merge_snapshot` raises.
         is_dropped: whether nobody wants its outcome any more.
     """
 
     def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot, driver: Driver) -> None:
         self.is_dropped = False
         self._protocol, self.snapshot = protocol, snapshot
-        self._merged: Future[MergeOutcome] = Future()
+        self.merged: Future[MergeOutcome] = Future()
         goes_on = snapshot.report.following is not None
         self._join = driver.beside(self._run, name="offbeat-merge") if goes_on else None
 
-    def is_over(self) -> bool:
-        """Whether `merged` would return, or raise, at once."""
-        return self._merged.done()
-
-    def wait(self) -> float:
-        """Returns the seconds that the caller has spent on laying vectors out."""
-        if self._join is not None:
-            self._join()
-            return 0.0
-        if not self._merged.done():
-            self._run()
-        if self._merged.exception() is not None:
-            return 0.0
-        mean = self._merged.result().mean
-        return 0.0 if mean is None else mean.encode_s
-
-    def merged(self) -> MergeOutcome:
-        """What came of it, after `wait`. Raises as `MergeProtocol.merge_snapshot`."""
-        return self._merged.result()
+    def wait(self) -> None:
+        """Return when it is over."""
+        (self._join or self._run)()
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                self._merged.set_result(self._protocol.merge_snapshot(self.snapshot))
+                self.merged.set_result(self._protocol.merge_snapshot(self.snapshot))
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            self._merged.set_exception(error)
+            self.merged.set_exception(error)

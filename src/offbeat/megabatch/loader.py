@@ -722,14 +722,14 @@ class DispatchLoader(Callback):
     def _indices(self, claim: Claim) -> list[int]:
         """The samples of a claim. Positions below 0 belong to the pass before."""
         found: list[int] = []
+        size = self._num_samples
         for begin, end in claim.spans:
-            passes = begin // self._num_samples
-            first = passes * self._num_samples
-            if self._shuffles:
-                order = self._order_of(self.epoch + passes)
-                found += order[begin - first : end - first].tolist()
-            else:
-                found += range(begin - first, end - first)
+            for first in range(begin // size * size, end, size):
+                part = slice(max(begin - first, 0), min(end - first, size))
+                if self._shuffles:
+                    found += self._order_of(self.epoch + first // size)[part].tolist()
+                else:
+                    found += range(size)[part]
         return found
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:

@@ -59,7 +59,13 @@ from offbeat.megabatch.proposal import (
 from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.transport.operations import Collective, Payload, Recv, Send
-from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
+from offbeat.weights.model_weights import (
+    ModelWeights,
+    Staging,
+    empty_mean,
+    mean_of_tensors,
+    require_finite,
+)
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
     is_sum,
@@ -624,7 +630,7 @@ class MergeProtocol:
                 position, weights, own.model, tensors, is_new=own.proposal.is_new
             )
         else:
-            merged = [*map(_empty_mean, tensors)]
+            merged = [*map(empty_mean, tensors)]
             yield from weighted_mean(
                 position,
                 weights,
@@ -696,21 +702,11 @@ class MergeProtocol:
             mine=None if is_new else model.tensors[:number],
             frozen=model.frozen,
         )
-        merged += map(_empty_mean, tensors[number:])
-        if others := [*model.frozen, *range(number, len(tensors))]:
-            for other in model.frozen:
-                merged[other] = _empty_mean(tensors[other])
-            mine = [tensors[other] for other in others]
-            staging = Staging(mine)
-            yield from weighted_mean(
-                position,
-                weights,
-                staging.laid_out(mine),
-                num_elements=staging.num_elements,
-                dtype=staging.dtype,
-                into=staging.laid_out([merged[other] for other in others]),
-            )
-        return merged, owed
+        others = [*model.frozen, *range(number, len(tensors))]
+        means = yield from mean_of_tensors(position, weights, [tensors[n] for n in others])
+        for frozen, mean in zip(model.frozen, means, strict=False):
+            merged[frozen] = mean
+        return [*merged, *means[len(model.frozen) :]], owed
 
     def _union_of_rows(
         self, outcome: MergeOutcome, touched: Mapping[int, RowSet], position: int
@@ -792,12 +788,6 @@ def _shared(states: Sequence[torch.Tensor], shares: Sequence[float]) -> list[tor
         state if share else torch.zeros_like(state)
         for state, share in zip(states, shares, strict=True)
     ]
-
-
-def _empty_mean(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a mean of tensors like this one, in the type in which means are computed."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 # Which rows have changed, and whether it is cheaper to merge those rows alone.

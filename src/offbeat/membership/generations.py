@@ -13,10 +13,10 @@ from one generation to the next:
    as a newcomer, once its host has time for what its peers do together then.
 
 The time from a death to the next generation is `PeerLimits.grace_s` and a few `interval_s`, or
-`silence_s` where the members that are left are not more than half, or had no connection yet. Training does not wait for it,
-because the protocols of the old generation already leave the dead out. When the store does not
-answer, the generation stays as it is. A member that dies while a generation assembles delays it by
-`silence_s`.
+`silence_s` where the members that are left are not more than half, or had no connection to the dead
+one yet. Training does not wait for it, because the protocols of the old generation already leave
+the dead out. When the store does not answer, the generation stays as it is. A member that dies
+while a generation assembles delays it by `silence_s`.
 """
 
 from __future__ import annotations

@@ -461,6 +461,36 @@ class LaidOut:
                 yield flat, there, slice(low - span.start, high - span.start)
 
 
+def empty_mean(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a mean of tensors like this one, in the type in which means are computed."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def mean_of_tensors(
+    rank: int,
+    weights: Sequence[float],
+    tensors: Sequence[torch.Tensor],
+    into: list[torch.Tensor] | None = None,
+) -> Collective[list[torch.Tensor]]:
+    """As `weighted_mean`, of tensors of the same shapes and types on all ranks: the means, in
+    memory of their own, and in float32 or wider, unless `into` says where they are written. A rank
+    without a weight gives shapes and types alone.
+    """
+    means = [*map(empty_mean, tensors)] if into is None else into
+    staging = Staging(tensors)
+    if tensors:
+        yield from weighted_mean(
+            rank,
+            weights,
+            staging.laid_out(tensors),
+            num_elements=staging.num_elements,
+            dtype=staging.dtype,
+            into=staging.laid_out(means),
+        )
+    return means
+
+
 def average_(
     tensors: Sequence[torch.Tensor],
     like: Sequence[torch.Tensor],
@@ -643,16 +673,12 @@ class FinalModel:
     """One rank's model when its loop has ended.
 
     Attributes:
-        values: parameters and statistics, shape (num_elements,).
-        num_elements: of them.
-        dtype: their type, float32 or float64.
+        tensors: parameters and statistics.
         counters: the integer buffers, shape (any,).
         weight: of the model in the mean, >= 0.
     """
 
-    values: Elements
-    num_elements: int
-    dtype: np.dtype[np.floating]
+    tensors: Sequence[torch.Tensor]
     counters: Counters
     weight: float
 
@@ -660,19 +686,17 @@ class FinalModel:
         """The weight, whether the values are finite, and a digest, which is equal if, and only if,
         values and counters are equal to the bit.
         """
-        digest, finite = hashlib.sha256(), True
-        step = FRAGMENT_BYTES // self.dtype.itemsize
-        for begin in range(0, self.num_elements, step):
-            part = self.values[begin : min(begin + step, self.num_elements)]
+        digest, finite, staging = hashlib.sha256(), True, Staging(self.tensors)
+        values, step = staging.laid_out(self.tensors), FRAGMENT_BYTES // staging.dtype.itemsize
+        for begin in range(0, staging.num_elements, step):
+            part = values[begin : min(begin + step, staging.num_elements)]
             finite = finite and bool(is_finite(torch.from_numpy(part)))
             digest.update(part.view(np.uint8).data)
         digest.update(self.counters.tobytes())
         return {"weight": self.weight, "finite": finite, "digest": digest.hexdigest()}
 
 
-def mean_of_final_models(
-    rank: int, world_size: int, mine: FinalModel, into: Elements | None = None
-) -> Collective[FinalModel]:
+def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collective[FinalModel]:
     """The mean of all ranks' models when training is over; `mine` itself where all hold the same.
 
         rank                                    every peer
@@ -688,8 +712,7 @@ def mean_of_final_models(
     Args:
         rank: this rank, 0 <= rank < world_size.
         world_size: number of ranks, >= 1.
-        mine: this rank's model.
-        into: where the values of a mean are written; None: into a vector of its own.
+        mine: this rank's model, which is left as it is.
 
     Raises:
         NonFiniteError: a rank's model is not finite. On every rank.
@@ -701,18 +724,13 @@ def mean_of_final_models(
         raise NonFiniteError(f"the weights of rank {broken[0]}{_NOT_FINITE}")
     if len({each["digest"] for each in summaries}) == 1:
         return mine
-    values = yield from weighted_mean(
-        rank,
-        [float(each["weight"]) for each in summaries],
-        mine.values,
-        num_elements=mine.num_elements,
-        dtype=mine.dtype,
-        into=into,
-    )
+    weights = [float(each["weight"]) for each in summaries]
+    into = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in mine.tensors]
+    means = yield from mean_of_tensors(rank, weights, mine.tensors, into)
     counters = mine.counters
     if counters.size:
         counters = yield from gather_largest(rank, [True] * world_size, counters)
-    return replace(mine, values=values, counters=counters)
+    return replace(mine, tensors=means, counters=counters)
 
 
 def average_at_the_end(
@@ -732,21 +750,11 @@ def average_at_the_end(
     """
     channel = stream.next()
     driver.end_training(channel)
-    tensors = weights.tensors()
-    staging = Staging(tensors)
-    mine = FinalModel(
-        values=staging.laid_out(tensors),
-        num_elements=staging.num_elements,
-        dtype=staging.dtype,
-        counters=weights.read_counters(),
-        weight=weight,
-    )
-    # Until the mean is complete the model is this rank's own.
-    means = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-    work = mean_of_final_models(driver.rank, driver.world_size, mine, into=staging.laid_out(means))
-    mean = driver.run(work, channel)
+    tensors, counters = weights.tensors(), weights.read_counters()
+    mine = FinalModel(tensors=tensors, counters=counters, weight=weight)
+    mean = driver.run(mean_of_final_models(driver.rank, driver.world_size, mine), channel)
     if mean is not mine:
-        for tensor, new in zip(tensors, means, strict=True):
+        for tensor, new in zip(tensors, mean.tensors, strict=True):
             tensor.copy_(new)
         weights.write_counters(mean.counters)
 
