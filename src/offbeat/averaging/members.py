@@ -58,7 +58,12 @@ from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.quorum import Quorum
 from offbeat.transport.driver import Driver, Pending, Stream, Ticket
 from offbeat.transport.operations import Collective, Operation, Payload, Recv, Send
-from offbeat.weights.model_weights import ModelWeights, mean_of_tensors, require_finite
+from offbeat.weights.model_weights import (
+    ModelWeights,
+    empty_means,
+    mean_of_tensors,
+    require_finite,
+)
 
 T = TypeVar("T")
 
@@ -265,17 +270,19 @@ class MeanOfMembers(WeightExchange):
                 yield Send(place, told)
         agreed = next(each for each in _PURPOSES if each in purposes)
         weights = weights_of(coming)
-        changes, statistics = [*self.rule.changes()], self._statistics(self.weights)
+        # Statistics travel as they are: a difference could take them out of their range.
+        changes, statistics = [*self.rule.changes()], self.weights.statistics()
+        whole = [*changes, *statistics]
         if weights[position]:
             # Checked before anything is sent: one bad model would spoil the models of all peers.
-            require_finite([*changes, *statistics], rank=self._rank)
-        means: Sequence[torch.Tensor] | None = None
-        if self._changes is None or agreed != "average":
-            joined = yield from mean_of_tensors(position, weights, [*changes, *statistics])
-            means, statistics = joined[: len(changes)], joined[len(changes) :]
-        else:
-            yield from self._encode(self._changes, position, weights, changes)
-            statistics = yield from mean_of_tensors(position, weights, statistics)
+            require_finite(whole, rank=self._rank)
+        codec = self._changes if agreed == "average" else None
+        if codec is not None:
+            yield from self._encode(codec, position, weights, changes)
+            whole = statistics
+        means = empty_means(whole)
+        yield from mean_of_tensors(position, weights, whole, means)
+        first = len(means) - len(statistics)
         counters = self.weights.own_counters()
         if counters.size:
             parties = [not each.is_new for each in coming]
@@ -283,8 +290,8 @@ class MeanOfMembers(WeightExchange):
         return Average(
             purpose=agreed,
             generation=generation,
-            changes=means,
-            statistics=statistics,
+            changes=means[:first] if codec is None else None,
+            statistics=means[first:],
             counters=counters,
             was_new=mine.is_new,
             standing=standing,
@@ -316,13 +323,9 @@ class MeanOfMembers(WeightExchange):
 
     def write_buffers(self, average: Average, weights: ModelWeights) -> None:
         """The same of buffers alone."""
-        for buffer, mean in zip(self._statistics(weights), average.statistics, strict=True):
+        for buffer, mean in zip(weights.statistics(), average.statistics, strict=True):
             buffer.copy_(mean)
         weights.write_counters(average.counters)
-
-    def _statistics(self, weights: ModelWeights) -> list[torch.Tensor]:
-        # They travel as they are: a difference could take them out of their range.
-        return weights.tensors()[len(weights.parameters) :]
 
     @override
     def state(self) -> CallbackState:
@@ -359,13 +362,7 @@ class AverageOfMembers(PeriodicAverage):
         self._members = exchange
         self._claimed = 0  # samples of the coming backward pass
         exchange.standing = self._standing
-        try:
-            exchange.group.enter(context.enter)
-            if exchange.group.is_new:
-                self._come("average")  # the user's loop needs the model of the run from the start
-        except BaseException:
-            exchange.group.close()
-            raise
+        exchange.group.enter(context.enter, partial(self._come, "average"))
 
     @override
     def replicas_agree(self) -> bool:

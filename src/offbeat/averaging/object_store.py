@@ -128,7 +128,7 @@ class StoreMean(WeightExchange):
         """The mean of all workers' tensors. Statistics and counters of `weights` are averaged in
         place.
         """
-        statistics = weights.tensors()[len(weights.parameters) :]
+        statistics = weights.statistics()
         vectors = [each.detach() for each in (*mine, *statistics)]
         told = _numbered(vectors)
         told["counters"] = torch.from_numpy(weights.own_counters())

@@ -3,10 +3,10 @@
 `PeriodicAverage` is put together from a schedule and an exchange, each of which may be another:
 
     schedule    after which steps                 `GrowingPeriod`, or another `AveragingSchedule`
-    exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
-                                                  `PushSum`; `averaging.central_model.CentralModel`;
+    exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean`,
+                                                  `PushSum` and `PairMean`;
+                                                  `averaging.central_model.CentralModel`;
                                                   `averaging.streaming.StreamingMean`;
-                                                  `averaging.pairs.PairMean`;
                                                   `averaging.object_store.StoreMean`;
                                                   `averaging.members.MeanOfMembers`
 
@@ -599,7 +599,7 @@ class MeanOfAll(WeightExchange):
             changes = self._changes.mean()
             self.encode_s += self._changes.encode_s - spent_s
             # Statistics travel as they are: a difference could take them out of their range.
-            tensors = [tensors[place] for place in self._weights.positions_of_statistics()]
+            tensors = self._weights.statistics()
         if tensors:
             self.encode_s += average_(tensors, tensors, driver=driver, stream=stream, weight=1.0)
         self._weights.average_counters_(driver, stream)

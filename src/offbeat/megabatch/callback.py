@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -240,25 +240,16 @@ class MegaBatchCallback(Callback):
             weigh=self._merge_weights,
             momentum=self._momentum,
             rank=rank,
-            states=(
-                OptimizerStates(optimizer, list(weights.parameters.values()))
-                if plan.merges_optimizer_state
-                else None
+            # Of those that it does not list, states stay each rank's own.
+            states=OptimizerStates(
+                optimizer, [*weights.parameters.values()] if plan.merges_optimizer_state else []
             ),
             changes=self._changes,
         )
         if plan.overlap != "none":
             # On other devices the arithmetic is torch's.
             warm(p.dtype for p in weights.parameters.values() if p.device.type == "cpu")
-        try:
-            group.enter(context.enter)
-            if group.is_new:
-                # Other callbacks and the user's loop need the model of the run from the beginning.
-                self._merge_now()
-        except BaseException:
-            group.close()
-            self._drop_merge()
-            raise
+        group.enter(context.enter, self._merge_now)
 
     # What the loader calls
 
@@ -270,7 +261,7 @@ class MegaBatchCallback(Callback):
         """Of all ranks; what the loader has to know follows from them."""
         self.batch_sizes = tuple(sizes)
         mine = dict(zip(self.ranks, self.batch_sizes, strict=True)).get(self._rank, self._base)
-        bounds = self._bounds(self._memory_limit)
+        bounds = self._plan.bounds(self._base, self._memory_limit)
         self.batch_size, self.largest_batch = bounds.clip(mine), bounds.largest
         self.smallest_claim = self._plan.smallest_claim(self._base)
         self.samples_of_mega_batch = self._plan.mega_batch * self._base
@@ -341,7 +332,7 @@ class MegaBatchCallback(Callback):
         # One that has joined a run under way has its peers' sizes, and their base.
         sizes = self.batch_sizes if self.base == base else (base,) * len(self.ranks)
         self.base, self._has_loader = base, True
-        bounds = [self._bounds(limits.get(rank)) for rank in self.ranks]
+        bounds = [self._plan.bounds(self._base, limits.get(rank)) for rank in self.ranks]
         self._set_batch_sizes([bound.clip(size) for bound, size in zip(bounds, sizes, strict=True)])
 
     @override
@@ -718,7 +709,9 @@ class MegaBatchCallback(Callback):
         return perturbed(weights, [proposal.report.norm for proposal in proposals])
 
     def _resize(self, proposals: Sequence[MergeProposal]) -> None:
-        bounds = [self._bounds(proposal.report.memory_limit) for proposal in proposals]
+        bounds = [
+            self._plan.bounds(self._base, proposal.report.memory_limit) for proposal in proposals
+        ]
         of_ranks = zip(bounds, map(self._size_of, proposals), strict=True)
         sizes = [bound.clip(size) for bound, size in of_ranks]
         rule = self._plan.batch_rule(self._base)
@@ -749,10 +742,6 @@ class MegaBatchCallback(Callback):
             )
         self._binding = now_binding
 
-    def _bounds(self, memory_limit: int | None) -> Bounds:
-        """Of the batch size of a rank with this memory limit."""
-        return self._plan.bounds(self._base, memory_limit)
-
     def _norm(self) -> float:
         """||w|| / (number of parameters); 0 where the plan does not ask for it."""
         if self._plan.rule != "published":
@@ -772,11 +761,7 @@ class MegaBatchCallback(Callback):
         }
         momentum = {} if self._momentum is None else self._momentum.state()
         so_far = self._pace if self._under_way is None else self._pace_before
-        pace = {
-            "updates": so_far.updates,
-            "busy_s": so_far.busy_s,
-            "missed_rounds": self._missed_rounds,
-        }
+        pace = asdict(so_far) | {"missed_rounds": self._missed_rounds}
         state: CallbackState = {
             "replicated": counts | momentum,
             "local": pace | self._weights.counter_state(),

@@ -341,9 +341,11 @@ class Generations:
         me = current.position_of(self._member)
         assert me is not None, "a rank that is not a member asks to join instead"
         silent = self._silent_positions(current)
-        assert self._mesh is not None, "it came with the generation"
-        # One that dies before the first connection loses none by which its death is noticed.
-        unreachable = self._host.unreachable() | (silent & self._mesh.unreached())
+        unreachable = self._host.unreachable()
+        if silent:
+            assert self._mesh is not None, "it came with the generation"
+            # One that dies before the first connection loses none by which its death is noticed.
+            unreachable |= silent & self._mesh.unreached()
         requests = self._membership.waiting(current)
         if not unreachable and not requests:
             return None

@@ -88,10 +88,12 @@ class ModelWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are averaged, in the order of `names`."""
-        if not self.chosen.statistics:
-            return [*self.parameters.values()]
-        buffers = self.buffers()
-        return [*self.parameters.values(), *(buffers[name] for name in self.chosen.statistics)]
+        return [*self.parameters.values(), *self.statistics()]
+
+    def statistics(self) -> list[torch.Tensor]:
+        """The buffers that are averaged, which `tensors` ends with."""
+        buffers = self.buffers() if self.chosen.statistics else {}
+        return [buffers[name] for name in self.chosen.statistics]
 
     def positions_of_statistics(self) -> range:
         """Where the statistics are among `tensors()`."""
@@ -255,6 +257,13 @@ class Pack:
                 for p, part in zip(piece.positions, parts, strict=True)
             )
         return [found[position] for position in range(len(self._shapes))]
+
+    def named(
+        self, kind: str, names: Iterable[str], vectors: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The same by "kind/name", for a state; empty without vectors."""
+        views = self.views(vectors) if vectors else []
+        return {f"{kind}/{name}": view for name, view in zip(names, views, strict=bool(views))}
 
     def write_(self, vectors: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Inverse of `vectors`: copy them into `tensors`."""
@@ -461,34 +470,37 @@ class LaidOut:
                 yield flat, there, slice(low - span.start, high - span.start)
 
 
-def empty_mean(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a mean of tensors like this one, in the type in which means are computed."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+def empty_means(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory for means of such tensors, in the type in which means are computed."""
+    return [
+        torch.empty_like(
+            tensor,
+            dtype=torch.promote_types(tensor.dtype, torch.float32),
+            memory_format=torch.contiguous_format,
+        )
+        for tensor in tensors
+    ]
 
 
 def mean_of_tensors(
     rank: int,
     weights: Sequence[float],
     tensors: Sequence[torch.Tensor],
-    into: list[torch.Tensor] | None = None,
-) -> Collective[list[torch.Tensor]]:
-    """As `weighted_mean`, of tensors of the same shapes and types on all ranks: the means, in
-    memory of their own, and in float32 or wider, unless `into` says where they are written. A rank
-    without a weight gives shapes and types alone.
+    into: Sequence[torch.Tensor],
+) -> Collective[object]:
+    """As `weighted_mean`, of tensors of the same shapes and types on all ranks. A rank without a
+    weight gives shapes and types alone. The means are written into other tensors, which are
+    contiguous.
     """
-    means = [*map(empty_mean, tensors)] if into is None else into
     staging = Staging(tensors)
-    if tensors:
-        yield from weighted_mean(
-            rank,
-            weights,
-            staging.laid_out(tensors),
-            num_elements=staging.num_elements,
-            dtype=staging.dtype,
-            into=staging.laid_out(means),
-        )
-    return means
+    return weighted_mean(
+        rank,
+        weights,
+        staging.laid_out(tensors),
+        num_elements=staging.num_elements,
+        dtype=staging.dtype,
+        into=staging.laid_out(into),
+    )
 
 
 def average_(
@@ -656,16 +668,18 @@ def non_finite_weights(rank: int) -> NonFiniteError:
     )
 
 
+def dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """As AllReduce reads it: all rows of one that is sparse, and zeros where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+
+
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory, out of autograd's sight; complex numbers as pairs."""
     detached = tensor.detach() if tensor.requires_grad else tensor
     return torch.view_as_real(detached) if detached.is_complex() else detached
-
-
-_NOT_FINITE: Final = (
-    " at the end of the session are not finite, so they have no mean with those of its peers. Lower"
-    ' the learning rate or look at its data; with finish="keep" each rank keeps its own model'
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -721,12 +735,16 @@ def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collec
     summaries = yield from all_gather(rank, world_size, summary, _read_summary)
     broken = [number for number, each in enumerate(summaries) if not each["finite"]]
     if broken:
-        raise NonFiniteError(f"the weights of rank {broken[0]}{_NOT_FINITE}")
+        raise NonFiniteError(
+            f"the weights of rank {broken[0]} at the end of the session are not finite, so they"
+            " have no mean with those of its peers. Lower the learning rate or look at its data;"
+            ' with finish="keep" each rank keeps its own model'
+        )
     if len({each["digest"] for each in summaries}) == 1:
         return mine
     weights = [float(each["weight"]) for each in summaries]
-    into = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in mine.tensors]
-    means = yield from mean_of_tensors(rank, weights, mine.tensors, into)
+    means = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in mine.tensors]
+    yield from mean_of_tensors(rank, weights, mine.tensors, means)
     counters = mine.counters
     if counters.size:
         counters = yield from gather_largest(rank, [True] * world_size, counters)
