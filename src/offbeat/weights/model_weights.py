@@ -470,6 +470,13 @@ class LaidOut:
                 yield flat, there, slice(low - span.start, high - span.start)
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """What it holds, out of autograd's sight, in the type in which means are computed: at least
+    float32. Its own memory, if it has that type.
+    """
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def empty_means(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Memory for means of such tensors, in the type in which means are computed."""
     return [
