@@ -10,7 +10,7 @@ import torch
 
 import offbeat
 from offbeat.arithmetic.topologies import random_partner
-from offbeat.averaging.pairs import Pairs
+from offbeat.averaging.gossip import Pairs
 from offbeat.errors import ConfigError
 from thread_support.nets import make_model, parameters_of, step_of, trained
 

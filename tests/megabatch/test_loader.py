@@ -115,6 +115,21 @@ def test_alone_every_sample_comes_once_an_epoch(
         assert loader.epoch == epoch + 1
 
 
+def test_what_a_pass_has_left_comes_before_the_next_one_and_no_sample_of_a_batch_across_is_skipped(
+    attached: Make,
+) -> None:
+    """As a worker finds it that was saved beside the last merge of a pass, and goes on without the
+    one that had computed the rest.
+    """
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=5, warmup=0))
+    loader = session.loader(numbers(20), batch_size=3)
+    local = {"epoch": 1, "mega_batch": 0, "lost": [[-4, 0]]}
+    loader.load_state_dict({"local": {**local, "claims": [], "updates": 0, "busy_s": 0.0}})
+    seen = [index for (x,) in loader for index in step(net, optimizer, x)]
+    assert seen[:4] == order_of(20, seed=0, epoch=0)[-4:].tolist()
+    assert sorted(seen[4:]) == list(range(20))
+
+
 @pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
 @pytest.mark.parametrize("num_samples", [101, 103, 110])
 def test_no_batch_is_a_single_sample(attached: Make, num_samples: int, name: str) -> None:

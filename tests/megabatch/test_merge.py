@@ -55,9 +55,6 @@ def proposal(
         kind=kind,
         is_new=is_new,
         report=report_of(rank),
-        num_elements=1,
-        dtype="float32",
-        num_counters=0,
         num_merges=0,
         rows_known_since=None,
         sparse=(),
@@ -271,6 +268,36 @@ def test_a_merge_leaves_all_members_with_the_weighted_mean(gamma: float) -> None
     assert all(rank.state == ranks[0].state for rank in ranks)
     assert not any(rank.group.is_new for rank in ranks)
     assert [rank.protocol.num_merges for rank in ranks] == [1] * 4
+
+
+def counted_in_a_copy(rank: Rank) -> tuple[Callable[[], MergeOutcome], torch.Tensor]:
+    """A call for the mean of all models, and the counter of the copy that has it afterwards."""
+    count = torch.zeros_like(rank.count)
+    copy = replace(
+        rank.weights,
+        parameters={name: each.detach().clone() for name, each in rank.parameters.items()},
+        buffers=lambda: {"count": count},
+    )
+    return lambda: rank.protocol.mean_into(copy, report_of(rank.number, since_merge=1)), count
+
+
+def test_the_mean_for_a_copy_counts_as_a_merge_does() -> None:
+    """The largest that a rank has counted itself, and not more than any of them has."""
+    ranks = make_ranks(2)
+    together(ranks, merging(ranks, [1, 1]))
+    for rank, more in zip(ranks, (3, 1), strict=True):
+        rank.count += more
+    calls, counts = zip(*map(counted_in_a_copy, ranks), strict=True)
+    together(ranks, calls)
+    assert [int(count) for count in counts] == [3, 3]
+
+
+def test_one_that_is_new_has_what_its_peers_have_counted_in_its_copy_too() -> None:
+    ranks = make_ranks(3, new=[1])
+    call, count = counted_in_a_copy(ranks[1])
+    first, _, last = merging(ranks, [1, 1, 1])
+    together(ranks, [first, call, last])
+    assert int(count) == 2
 
 
 def test_one_that_joins_goes_on_with_the_momentum_of_its_peers() -> None:

@@ -197,7 +197,7 @@ def test_who_leaves_last_says_that_the_run_is_over(
     group: AtomicGroup, ranks: Sequence[int], is_last: bool
 ) -> None:
     membership = FakeGenerations()
-    group.enter(lambda host: cast(Generations, membership))
+    group.enter(lambda host: cast(Generations, membership), lambda: None)
     group.begin(of_ranks(1, ranks), 0, SingleRank())
     group.leave()
     assert membership.told == [is_last]
@@ -205,7 +205,7 @@ def test_who_leaves_last_says_that_the_run_is_over(
 
 def test_who_fails_is_a_member_no_longer_and_says_nothing_of_the_run(group: AtomicGroup) -> None:
     membership = FakeGenerations()
-    group.enter(lambda host: cast(Generations, membership))
+    group.enter(lambda host: cast(Generations, membership), lambda: None)
     group.abort("it has failed")
     assert membership.told == [False]
     with pytest.raises(PeerError, match="this session is closed"):

@@ -50,13 +50,19 @@ class Worker:
     """The host of one rank's generations, which writes down what it is told."""
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, *, silence_s: float = LONG_S
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        silence_s: float = LONG_S,
+        limits: PeerLimits = BRISK,
     ) -> None:
         self.network = Network(
             store=store, rank=rank, world_size=world_size, address="127.0.0.1", secret=SECRET
         )
         self.generations = Generations(
-            self.network, self, interval_s=0.01, silence_s=silence_s, limits=BRISK
+            self.network, self, interval_s=0.01, silence_s=silence_s, limits=limits
         )
         self.begun: list[tuple[Generation, int]] = []
         self.told: list[str] = []
@@ -177,8 +183,10 @@ class Run:
         """A view of the store; each worker makes a connection of its own."""
         return PrefixStore(PREFIX, self._shared)
 
-    def worker(self, rank: int, world_size: int, *, silence_s: float = LONG_S) -> Worker:
-        worker = Worker(self.client(), rank, world_size, silence_s=silence_s)
+    def worker(
+        self, rank: int, world_size: int, *, silence_s: float = LONG_S, limits: PeerLimits = BRISK
+    ) -> Worker:
+        worker = Worker(self.client(), rank, world_size, silence_s=silence_s, limits=limits)
         self._stack.callback(worker.leave)
         return worker
 
@@ -329,6 +337,18 @@ def test_the_last_survivor_goes_on_once_the_others_are_silent(run: Run) -> None:
     assert survivor.generation.number == 0  # the others go on beating, and it is one of three
     all_at_once(*(other.leave for other in others))
     assert survivor.reaches(founders(0)).number in (1, 2)
+
+
+def test_a_founder_that_is_dead_before_anybody_has_a_connection_to_it_is_left_out_once_it_is_silent(
+    run: Run,
+) -> None:
+    here = run.worker(0, 2, silence_s=1.0, limits=replace(BRISK, connect_timeout_s=1000.0))
+    mesh = here.network.open(generation=0, position=1, size=2, limits=BRISK)
+    store = Membership(run.client())
+    store.publish_endpoint(store.create_run(2, "{}"), 1, mesh.endpoint)
+    mesh.close()
+    here.generations.start("{}")
+    assert here.reaches(founders(0)).number == 1
 
 
 def test_a_member_of_the_next_generation_that_departs_before_it_begins_leads_to_the_one_after(

@@ -256,9 +256,7 @@ def test_only_buffers_that_training_changes_are_chosen() -> None:
 
 def final(values: list[float], *, weight: float = 1.0, counter: int = 0) -> FinalModel:
     return FinalModel(
-        values=np.array(values, np.float32),
-        num_elements=len(values),
-        dtype=np.dtype(np.float32),
+        tensors=[torch.tensor(values)],
         counters=np.array([counter]),
         weight=weight,
     )
@@ -273,10 +271,10 @@ def test_the_mean_follows_weights_and_is_the_same_on_every_rank(world_size: int)
         [mean_of_final_models(rank, world_size, model) for rank, model in enumerate(models)]
     )
     weights = np.arange(1, world_size + 1)
-    expected = np.average([model.values for model in models], axis=0, weights=weights)
+    expected = np.average([model.tensors[0] for model in models], axis=0, weights=weights)
     for mean in means:
-        np.testing.assert_allclose(mean.values, expected, rtol=1e-6)
-        assert mean.values.tobytes() == means[0].values.tobytes()
+        np.testing.assert_allclose(mean.tensors[0], expected, rtol=1e-6)
+        assert torch.equal(mean.tensors[0], means[0].tensors[0])
         assert mean.counters.tolist() == [world_size - 1]
 
 

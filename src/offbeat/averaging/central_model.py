@@ -135,10 +135,7 @@ class CentralModel(WeightExchange):
 
     @override
     def state(self) -> CallbackState:
-        views = self._pack.views(self._central) if self._central else []
-        replicated = {
-            f"centre/{name}": view for name, view in zip(self._weights.names, views, strict=False)
-        }
+        replicated = self._pack.named("centre", self._weights.names, self._central)
         local = {} if self._coded is None else self._coded.state()["local"]
         return {"replicated": replicated, "local": local}
 
@@ -150,8 +147,8 @@ class CentralModel(WeightExchange):
         self._central = []
         if kept:
             vectors = self._pack.vectors(self._weights.tensors())
-            views = zip(self._weights.names, self._pack.views(vectors), strict=True)
-            restore_({f"centre/{name}": view for name, view in views}, kept, "the central model")
+            live = self._pack.named("centre", self._weights.names, vectors)
+            restore_(live, kept, "the central model")
             self._central = vectors
 
     @override

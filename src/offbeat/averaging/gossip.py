@@ -1,5 +1,5 @@
-"""Weights, averaged with a few ranks in every step, whole or in encoded changes: neighbours on a
-graph, or targets and sources of push-sum.
+"""Weights, averaged with a few ranks, whole or in encoded changes: neighbours on a graph, targets
+and sources of push-sum, or a partner drawn at random.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.arithmetic.topologies import GossipPeers
-from offbeat.averaging.periodic import Everyone, ExchangeWithPeers, WeightExchange
+from offbeat.arithmetic.topologies import GossipPeers, random_partner
+from offbeat.averaging.periodic import Everyone, ExchangeWithPeers, TakeMean, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.arithmetic import Message
 from offbeat.codec.dense_wire import DenseWire
+from offbeat.codec.option_value import OptionValue
 from offbeat.codec.residual import add_owed
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import AllChanges, WeightCodec
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum, swap
+from offbeat.errors import ConfigError
 from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite, restore_
 from offbeat.weights.statistics import merge_statistics
@@ -262,8 +264,7 @@ class NeighbourChanges(ExchangeWithPeers[dict[str, list[Message]]]):
     def state(self) -> CallbackState:
         local: dict[str, Any] = {}
         for link, vectors in self._known.items():
-            views = zip(self._parameters, self._pack.views(vectors), strict=True)
-            local |= {f"known/{link}/{name}": view for name, view in views}
+            local |= self._pack.named(f"known/{link}", self._parameters, vectors)
             for place, wire in enumerate(self._wires[link]):
                 local |= {f"{key}/{link}/{place}": v for key, v in wire.selector_state.items()}
         return {"local": local, "replicated": {"world_size": self._peers.driver.world_size}}
@@ -357,11 +358,7 @@ class PushSum(ExchangeWithPeers[tuple[list[Block], float]]):
 
     @override
     def state(self) -> CallbackState:
-        views = [] if self._beyond is None else self._pack.views(self._beyond)
-        beyond = {
-            f"beyond/{name}": view
-            for name, view in zip(self._weights.names, views, strict=bool(views))
-        }
+        beyond = self._pack.named("beyond", self._weights.names, self._beyond or [])
         return {
             "local": {"weight": self.weight, **beyond},
             "replicated": {"world_size": self._peers.driver.world_size},
@@ -374,13 +371,83 @@ class PushSum(ExchangeWithPeers[tuple[list[Block], float]]):
         """
         beyond = {key: value for key, value in state["local"].items() if key.startswith("beyond/")}
         vectors = self._pack.vectors(self._weights.tensors())
-        names, views = self._weights.names, self._pack.views(vectors)
         if beyond:
-            live = {f"beyond/{name}": view for name, view in zip(names, views, strict=True)}
+            live = self._pack.named("beyond", self._weights.names, vectors)
             restore_(live, beyond, "what push-sum has beyond the weights")
         same_world = state["replicated"]["world_size"] == self._peers.driver.world_size
         self.weight = float(state["local"]["weight"]) if same_world else 1.0
         self._beyond = vectors if same_world and beyond else None
+
+
+class Pairs(OptionValue):
+    """Averages of random pairs of ranks.
+
+    Args:
+        seed: of the choice of partners, >= 0.
+    """
+
+    def __init__(self, *, seed: int = 0) -> None:
+        if seed < 0:
+            raise ConfigError(f"the seed of Pairs must be at least 0, got {seed}")
+        self.seed = seed
+
+
+class PairMean(ExchangeWithPeers[list[Block]]):
+    """The weights of a random pair become what each rank's `rule` makes of their mean
+    (NoLoCo, arXiv 2506.10911).
+
+        at each average, the ranks are paired at random, the same pairs on every rank:
+            mean    = (x_i + x_j) / 2                   a rank that is left over: x_i
+            anchor  = the outer optimizer's step from this rank's anchor, with anchor - mean
+            x       = anchor
+
+    No rank waits for more than one other, and nothing is reduced over all. With SGD as the outer
+    optimizer the mean over ranks of their anchors is the one anchor that DiLoCo would make of the
+    same local models; how far ranks stay apart depends on how often they meet.
+
+    Cost per average: n elements sent by each rank, in one message for each 8 MiB, whatever P.
+
+    Differences from the paper: its outer momentum has a further term that pulls pairs together,
+    whose formula was not at hand; here the mean of weights alone does that. Statistics of buffers
+    go to the pair's mean, and counters stay local.
+
+    Args:
+        weights: what is averaged.
+        peers: all ranks.
+        pairs: who meets whom.
+        rule: what this rank does with the mean.
+    """
+
+    state_key = "pair_average"
+
+    def __init__(
+        self, weights: ModelWeights, peers: Everyone, *, pairs: Pairs, rule: TakeMean | None = None
+    ) -> None:
+        super().__init__(peers, rule=rule)
+        self._weights, self._seed = weights, pairs.seed
+        self._pack = Pack(weights.tensors())
+
+    @override
+    def _leave(self, number: int) -> Collective[list[Block]]:
+        rank, world_size = self._peers.driver.rank, self._peers.driver.world_size
+        partner = random_partner(rank, world_size, seed=self._seed, round_number=number)
+        members = {rank, partner}
+        blocks = blocks_of(self._pack.vectors(self._weights.tensors()), rank)
+        # Of two summands the order does not matter, so that both ranks have the same bits.
+        return neighbour_mean(rank, blocks, dict.fromkeys(members, 1 / len(members)))
+
+    @override
+    def _take(self, came: list[Block]) -> None:
+        self._pack.write_(vectors_of(came, self._pack), self._weights.tensors())
+        self.rule.merge_(None)
+
+    @override
+    def state(self) -> CallbackState:
+        return {"local": self.rule.state()}
+
+    @override
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self.rule.load(state["local"])
 
 
 def blocks_of(vectors: list[torch.Tensor], rank: int) -> list[Block]:

@@ -52,14 +52,18 @@ from offbeat.codec.model_wire import Counters
 from offbeat.codec.tensor_bytes import packed, unpacked
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.gather import all_gather, gather_largest
-from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import MALFORMED, CheckpointError, ConfigError, PeerError, WireError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.quorum import Quorum
 from offbeat.transport.driver import Driver, Pending, Stream, Ticket
 from offbeat.transport.operations import Collective, Operation, Payload, Recv, Send
-from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
+from offbeat.weights.model_weights import (
+    ModelWeights,
+    empty_means,
+    mean_of_tensors,
+    require_finite,
+)
 
 T = TypeVar("T")
 
@@ -167,7 +171,7 @@ class MeanOfMembers(WeightExchange):
 
     Args:
         weights: what is averaged.
-        rule: what is done with the mean.
+        rule: as of `WeightExchange`.
         group: the members.
         quorum: who is waited for.
         codec: how changes travel; None: as they are.
@@ -193,18 +197,14 @@ class MeanOfMembers(WeightExchange):
         codec: WeightCodec | None = None,
         context: Context,
     ) -> None:
-        self.weights, self.rule, self.group = weights, rule, group
+        self._within, self._is_encoded = _Within(context.driver.rank), False
+        peers = Everyone(self._within, Stream(0))
+        super().__init__(rule=rule, changes=coded_changes(context.parameters, codec, peers))
+        self.weights, self.group = weights, group
         self.quorum, self._rank = quorum, context.driver.rank
         self._record_wait = context.record_wait
         self.samples = self.steps = 0
         self.average: Average | None = None
-        self._within, self._is_encoded = _Within(self._rank), False
-        peers = Everyone(self._within, Stream(0))
-        self._codec = coded_changes(context.parameters, codec, peers)
-
-    @override
-    def begin(self) -> None:
-        self.rule.begin()
 
     @override
     def merge(self) -> None:
@@ -213,8 +213,8 @@ class MeanOfMembers(WeightExchange):
         self.write_buffers(average, self.weights)
         changes = average.changes
         if changes is None:
-            assert self._codec is not None, "it has encoded them"
-            changes, self._is_encoded = self._codec.mean(), False
+            assert self._changes is not None, "it has encoded them"
+            changes, self._is_encoded = self._changes.mean(), False
         self.rule.merge_(changes)
         self.samples = self.steps = 0
 
@@ -270,17 +270,19 @@ class MeanOfMembers(WeightExchange):
                 yield Send(place, told)
         agreed = next(each for each in _PURPOSES if each in purposes)
         weights = weights_of(coming)
-        changes, statistics = [*self.rule.changes()], self._statistics(self.weights)
+        # Statistics travel as they are: a difference could take them out of their range.
+        changes, statistics = [*self.rule.changes()], self.weights.statistics()
+        whole = [*changes, *statistics]
         if weights[position]:
             # Checked before anything is sent: one bad model would spoil the models of all peers.
-            require_finite([*changes, *statistics], rank=self._rank)
-        means: Sequence[torch.Tensor] | None = None
-        if self._codec is None or agreed != "average":
-            joined = yield from self._mean(position, weights, [*changes, *statistics])
-            means, statistics = joined[: len(changes)], joined[len(changes) :]
-        else:
-            yield from self._encode(self._codec, position, weights, changes)
-            statistics = yield from self._mean(position, weights, statistics)
+            require_finite(whole, rank=self._rank)
+        codec = self._changes if agreed == "average" else None
+        if codec is not None:
+            yield from self._encode(codec, position, weights, changes)
+            whole = statistics
+        means = empty_means(whole)
+        yield from mean_of_tensors(position, weights, whole, means)
+        first = len(means) - len(statistics)
         counters = self.weights.own_counters()
         if counters.size:
             parties = [not each.is_new for each in coming]
@@ -288,31 +290,12 @@ class MeanOfMembers(WeightExchange):
         return Average(
             purpose=agreed,
             generation=generation,
-            changes=means,
-            statistics=statistics,
+            changes=means[:first] if codec is None else None,
+            statistics=means[first:],
             counters=counters,
             was_new=mine.is_new,
             standing=standing,
         )
-
-    def _mean(
-        self, position: int, weights: Sequence[float], tensors: Sequence[torch.Tensor]
-    ) -> Collective[list[torch.Tensor]]:
-        if not tensors:
-            return []
-        begin_s, values = time.perf_counter(), None
-        staging = Staging(tensors)
-        if weights[position]:
-            values = staging.read(tensors)
-        self.encode_s += time.perf_counter() - begin_s
-        mean = yield from weighted_mean(
-            position, weights, values, num_elements=staging.num_elements, dtype=staging.dtype
-        )
-        begin_s = time.perf_counter()
-        means = [torch.empty_like(tensor) for tensor in tensors]
-        staging.write_(mean, means)
-        self.encode_s += time.perf_counter() - begin_s
-        return means
 
     def _encode(
         self,
@@ -340,29 +323,22 @@ class MeanOfMembers(WeightExchange):
 
     def write_buffers(self, average: Average, weights: ModelWeights) -> None:
         """The same of buffers alone."""
-        for buffer, mean in zip(self._statistics(weights), average.statistics, strict=True):
+        for buffer, mean in zip(weights.statistics(), average.statistics, strict=True):
             buffer.copy_(mean)
         weights.write_counters(average.counters)
 
-    def _statistics(self, weights: ModelWeights) -> list[torch.Tensor]:
-        # They travel as they are: a difference could take them out of their range.
-        return weights.tensors()[len(weights.parameters) :]
-
     @override
     def state(self) -> CallbackState:
-        owed: CallbackState = {"additive": {}, "local": {}}
-        if self._codec is not None:
-            owed = self._codec.state()
-        counts = {"samples": self.samples, "steps": self.steps}
-        local = owed["local"] | counts | self.weights.counter_state()
-        return {**owed, "replicated": self.rule.state(), "local": local}
+        state, counts = super().state(), {"samples": self.samples, "steps": self.steps}
+        state["local"] |= counts | self.weights.counter_state()
+        return state
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self.rule.load(state["replicated"])
         if "steps" in (local := state.get("local", {})):
-            if self._codec is not None:
-                self._codec.load(state)
+            if self._changes is not None:
+                self._changes.load(state)
             self.samples, self.steps = int(local["samples"]), int(local["steps"])
             self.weights.load_counter_state(local)
 
@@ -383,16 +359,10 @@ class AverageOfMembers(PeriodicAverage):
         self, exchange: MeanOfMembers, schedule: AveragingSchedule, *, context: Context
     ) -> None:
         super().__init__(exchange, schedule)
-        self._members, self._has_finished = exchange, False
+        self._members = exchange
         self._claimed = 0  # samples of the coming backward pass
         exchange.standing = self._standing
-        try:
-            exchange.group.enter(context.enter)
-            if exchange.group.is_new:
-                self._come("average")  # the user's loop needs the model of the run from the start
-        except BaseException:
-            exchange.group.close()
-            raise
+        exchange.group.enter(context.enter, partial(self._come, "average"))
 
     @override
     def replicas_agree(self) -> bool:
@@ -427,12 +397,12 @@ class AverageOfMembers(PeriodicAverage):
         while (average := self._come("finish")).purpose != "finish":
             pass
         self._members.write_mean(average, self._members.weights)
-        self._has_finished = self._members.group.has_finished = True
+        self._members.group.has_finished = True
 
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         members = self._members
-        if self._has_finished or self.replicas_agree():
+        if members.group.has_finished or self.replicas_agree():
             return frozenset()  # All members hold the same model, and the copy is one of it.
         weights = replace(weights, chosen=members.weights.chosen)
         average = self._come("copy")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import fsspec  # type: ignore[import-untyped]  # which has no types
 import numpy as np
@@ -30,7 +30,6 @@ from typing_extensions import override
 
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import Everyone, WeightExchange
-from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.tensor_bytes import packed, unpacked
 from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError
@@ -73,7 +72,7 @@ class StoreMean(WeightExchange):
         weights: what is averaged.
         peers: carries waiting out.
         store: where.
-        rule: what is done with the mean; it keeps an anchor.
+        rule: as of `WeightExchange`; it keeps an anchor.
     """
 
     state_key = "object_store"
@@ -83,7 +82,8 @@ class StoreMean(WeightExchange):
     def __init__(
         self, weights: ModelWeights, peers: Everyone, *, store: ObjectStore, rule: OuterOptimizer
     ) -> None:
-        self._weights, self._peers, self._store, self._rule = weights, peers, store, rule
+        super().__init__(rule=rule)
+        self._weights, self._peers, self._store = weights, peers, store
         self._files, self._root = fsspec.core.url_to_fs(store.path)
         self._number = self._num_means = 0
         self._written: str | None = None  # this worker's file of the last average
@@ -105,18 +105,13 @@ class StoreMean(WeightExchange):
             tensor.copy_(start[number])
 
     @override
-    def begin(self) -> None:
-        self._rule.begin()
-
-    @override
     def launch(self, number: int) -> None:
         self._number = number
 
     @override
     def merge(self) -> None:
-        changes = [*self._rule.changes()]
-        means = self._meet(f"{self._number:08d}", changes, self._weights)
-        self._rule.merge_(means)
+        changes = [*self.rule.changes()]
+        self.rule.merge_(self._meet(f"{self._number:08d}", changes, self._weights))
 
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
@@ -133,7 +128,7 @@ class StoreMean(WeightExchange):
         """The mean of all workers' tensors. Statistics and counters of `weights` are averaged in
         place.
         """
-        statistics = weights.tensors()[len(weights.parameters) :]
+        statistics = weights.statistics()
         vectors = [each.detach() for each in (*mine, *statistics)]
         told = _numbered(vectors)
         told["counters"] = torch.from_numpy(weights.own_counters())
@@ -166,7 +161,7 @@ class StoreMean(WeightExchange):
     def _fingerprint(self) -> int:
         """Of the anchor; 0 before the first step."""
         found = 0
-        for key, tensor in self._rule.state().items():
+        for key, tensor in self.rule.state().items():
             if key.startswith("anchor/"):
                 found = zlib.crc32(tensor.cpu().numpy().tobytes(), found)
         return found
@@ -203,14 +198,6 @@ class StoreMean(WeightExchange):
                 yield Sleep(pause_s)
                 waited_s, pause_s = waited_s + pause_s, min(_LONGEST_PAUSE_S, 1.5 * pause_s)
                 self._files.invalidate_cache()
-
-    @override
-    def state(self) -> CallbackState:
-        return {"replicated": self._rule.state()}
-
-    @override
-    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        self._rule.load(state["replicated"])
 
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

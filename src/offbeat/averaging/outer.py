@@ -25,7 +25,7 @@ from typing_extensions import override
 from offbeat.averaging.periodic import TakeMean
 from offbeat.codec.device_copies import on_device, on_host
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
-from offbeat.weights.model_weights import restore_
+from offbeat.weights.model_weights import restore_, wide
 
 OuterFactory: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the parameters it is given, as
@@ -93,7 +93,7 @@ class OuterOptimizer(TakeMean):
     @override
     def changes(self) -> Iterator[torch.Tensor]:
         return (
-            _wide(self._parameters[name]) - _begun(anchor, self._parameters[name])
+            wide(self._parameters[name]) - _begun(anchor, self._parameters[name])
             for name, anchor in self.anchor.items()
         )
 
@@ -162,7 +162,7 @@ class OuterOptimizer(TakeMean):
 
     def _fresh(self) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
         anchors = {
-            name: torch.nn.Parameter(_wide(parameter).clone())
+            name: torch.nn.Parameter(wide(parameter).clone())
             for name, parameter in self._parameters.items()
         }
         optimizer = self._make(list(anchors.values()))
@@ -243,8 +243,4 @@ def _begun(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Where local steps began: at the anchor as the parameter's own dtype holds it. Without this
     rounding a bfloat16 weight that did not move would seem to have moved.
     """
-    return _wide(anchor.to(parameter.dtype))
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    return wide(anchor.to(parameter.dtype))

@@ -3,10 +3,10 @@
 `PeriodicAverage` is put together from a schedule and an exchange, each of which may be another:
 
     schedule    after which steps                 `GrowingPeriod`, or another `AveragingSchedule`
-    exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
-                                                  `PushSum`; `averaging.central_model.CentralModel`;
+    exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean`,
+                                                  `PushSum` and `PairMean`;
+                                                  `averaging.central_model.CentralModel`;
                                                   `averaging.streaming.StreamingMean`;
-                                                  `averaging.pairs.PairMean`;
                                                   `averaging.object_store.StoreMean`;
                                                   `averaging.members.MeanOfMembers`
 
@@ -321,7 +321,13 @@ class TakeMean:
 class WeightExchange:
     """With whom weights are averaged, and what becomes of that.
 
+    Args:
+        rule: what is done with the mean; None: it takes the place of the parameters.
+        changes: of parameters from the anchor of `rule`, which travel; None: the parameters do,
+            whole.
+
     Attributes:
+        rule: as given.
         weight: this rank's in the mean of all models.
         encode_s: seconds spent on laying vectors out and writing results, without the waiting.
         measures_drift: whether `drift` is wanted.
@@ -343,8 +349,14 @@ class WeightExchange:
     measures_drift: bool = False
     drift: Drift = Drift()
 
+    def __init__(
+        self, *, rule: TakeMean | None = None, changes: EncodedChanges | None = None
+    ) -> None:
+        self.rule, self._changes = rule or TakeMean(), changes
+
     def begin(self) -> None:
         """Ranks are about to move apart. Called before each local step."""
+        self.rule.begin()
 
     def launch(self, number: int) -> None:
         """Let weights leave as they are at `leaves_at`, and wait for nobody. They change until
@@ -372,12 +384,18 @@ class WeightExchange:
 
     def state(self) -> CallbackState:
         """As of `Callback.state_dict`. Tensors may be live."""
-        return {}
+        owed: CallbackState = {} if self._changes is None else self._changes.state()
+        return {"additive": {}, "local": {}, **owed, "replicated": self.rule.state()}
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Inverse of `state`; of what is replicated there are other keys too. Raises
         `CheckpointError`.
         """
+        if self._changes is not None:
+            self._changes.load(state)
+        elif state.get("additive"):
+            raise _another_codec()
+        self.rule.load(state["replicated"])
 
     def close(self) -> None:
         """Give up what `launch` began. The weights stay as they are: the user's."""
@@ -388,9 +406,11 @@ class ExchangeWithPeers(WeightExchange, Generic[T]):
 
     Args:
         peers: carries it out.
+        rule: as of `WeightExchange`.
     """
 
-    def __init__(self, peers: Everyone) -> None:
+    def __init__(self, peers: Everyone, *, rule: TakeMean | None = None) -> None:
+        super().__init__(rule=rule)
         self._peers = peers
         self._pending: Pending[T] | None = None
 
@@ -520,9 +540,7 @@ class MeanOfAll(WeightExchange):
     Args:
         weights: what is averaged.
         peers: all ranks.
-        changes: of parameters from the anchor of `rule`, which travel; None: the parameters do,
-            whole.
-        rule: what is done with the mean; its `anchor` is where the last average left the weights.
+        changes, rule: as of `WeightExchange`.
         optimizer: the user's.
         averages_state: whether the optimizer's state is averaged with the weights, and Adam's
             second moments are then made those of the mean gradient; else it stays local. Or by name
@@ -544,9 +562,8 @@ class MeanOfAll(WeightExchange):
         averages_state: bool | Mapping[str, int] = False,
         notify: Callable[[str], None] = lambda remark: None,
     ) -> None:
-        self.rule = rule or TakeMean()
+        super().__init__(rule=rule, changes=changes)
         self._weights, self._peers = weights, peers
-        self._codec = changes
         self._optimizer, self._averages_state = optimizer, averages_state
         size = peers.driver.world_size
         self._squares: MeanSquares | None = None
@@ -562,7 +579,7 @@ class MeanOfAll(WeightExchange):
 
     @override
     def begin(self) -> None:
-        self.rule.begin()
+        super().begin()
         if self._squares is not None:
             self._squares.begin()
 
@@ -576,13 +593,13 @@ class MeanOfAll(WeightExchange):
         tensors, changes = self._weights.tensors(), None
         parameters = self._weights.parameters.values() if self.measures_drift else ()
         before = [parameter.detach().clone() for parameter in parameters]
-        if self._codec is not None:
-            spent_s = self._codec.encode_s
-            self._codec.launch(self.rule.changes())
-            changes = self._codec.mean()
-            self.encode_s += self._codec.encode_s - spent_s
+        if self._changes is not None:
+            spent_s = self._changes.encode_s
+            self._changes.launch(self.rule.changes())
+            changes = self._changes.mean()
+            self.encode_s += self._changes.encode_s - spent_s
             # Statistics travel as they are: a difference could take them out of their range.
-            tensors = [tensors[place] for place in self._weights.positions_of_statistics()]
+            tensors = self._weights.statistics()
         if tensors:
             self.encode_s += average_(tensors, tensors, driver=driver, stream=stream, weight=1.0)
         self._weights.average_counters_(driver, stream)
@@ -595,7 +612,7 @@ class MeanOfAll(WeightExchange):
 
     @override
     def send_all(self) -> None:
-        for reduction in () if self._codec is None else self._codec.reductions:
+        for reduction in () if self._changes is None else self._changes.reductions:
             reduction.send_all()
 
     def _average_state(self) -> None:
@@ -640,17 +657,14 @@ class MeanOfAll(WeightExchange):
 
     @override
     def state(self) -> CallbackState:
-        owed: CallbackState = {} if self._codec is None else self._codec.state()
-        squares = {} if self._squares is None else self._squares.state()
-        return {"additive": {}, "local": {}, **owed, "replicated": self.rule.state() | squares}
+        state = super().state()
+        if self._squares is not None:
+            state["replicated"] |= self._squares.state()
+        return state
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        if self._codec is not None:
-            self._codec.load(state)
-        elif state["additive"]:
-            raise _another_codec()
-        self.rule.load(state["replicated"])
+        super().load(state)
         if self._squares is not None:
             self._squares.load(state["replicated"])
 

@@ -174,9 +174,7 @@ class StreamingMean(WeightExchange):
         if place is None:
             return  # the model has fewer parameters than fragments were asked for
         if not place:
-            tensors = self._weights.tensors()
-            statistics = [tensors[each] for each in self._weights.positions_of_statistics()]
-            if statistics:
+            if statistics := self._weights.statistics():
                 self.encode_s += average_(
                     statistics, statistics, driver=driver, stream=stream, weight=1.0
                 )

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -215,7 +215,7 @@ class MegaBatchCallback(Callback):
         # Samples of each batch since the last step, or before it until there is a further one.
         self._claimed: list[int] = []
         self._has_stepped = False
-        self._has_loader = self._has_finished = self._has_newcomers = False
+        self._has_loader = self._has_newcomers = False
         self._num_steps = self._merged_at_step = 0
         self._under_way: _MergeUnderWay | None = None
         self._taken: MergedRound | None = None
@@ -240,25 +240,16 @@ class MegaBatchCallback(Callback):
             weigh=self._merge_weights,
             momentum=self._momentum,
             rank=rank,
-            states=(
-                OptimizerStates(optimizer, list(weights.parameters.values()))
-                if plan.merges_optimizer_state
-                else None
+            # Of those that it does not list, states stay each rank's own.
+            states=OptimizerStates(
+                optimizer, [*weights.parameters.values()] if plan.merges_optimizer_state else []
             ),
             changes=self._changes,
         )
         if plan.overlap != "none":
             # On other devices the arithmetic is torch's.
             warm(p.dtype for p in weights.parameters.values() if p.device.type == "cpu")
-        try:
-            group.enter(context.enter)
-            if group.is_new:
-                # Other callbacks and the user's loop need the model of the run from the beginning.
-                self._merge_now()
-        except BaseException:
-            group.close()
-            self._drop_merge()
-            raise
+        group.enter(context.enter, self._merge_now)
 
     # What the loader calls
 
@@ -270,7 +261,7 @@ class MegaBatchCallback(Callback):
         """Of all ranks; what the loader has to know follows from them."""
         self.batch_sizes = tuple(sizes)
         mine = dict(zip(self.ranks, self.batch_sizes, strict=True)).get(self._rank, self._base)
-        bounds = self._bounds(self._memory_limit)
+        bounds = self._plan.bounds(self._base, self._memory_limit)
         self.batch_size, self.largest_batch = bounds.clip(mine), bounds.largest
         self.smallest_claim = self._plan.smallest_claim(self._base)
         self.samples_of_mega_batch = self._plan.mega_batch * self._base
@@ -341,7 +332,7 @@ class MegaBatchCallback(Callback):
         # One that has joined a run under way has its peers' sizes, and their base.
         sizes = self.batch_sizes if self.base == base else (base,) * len(self.ranks)
         self.base, self._has_loader = base, True
-        bounds = [self._bounds(limits.get(rank)) for rank in self.ranks]
+        bounds = [self._plan.bounds(self._base, limits.get(rank)) for rank in self.ranks]
         self._set_batch_sizes([bound.clip(size) for bound, size in zip(bounds, sizes, strict=True)])
 
     @override
@@ -435,7 +426,8 @@ class MegaBatchCallback(Callback):
     @property
     def merge_is_over(self) -> bool:
         """Whether a merge was begun and `end_merge` would not wait for it."""
-        return self.merge_is_taken or (self._under_way is not None and self._under_way.is_over())
+        under_way = self._under_way
+        return self.merge_is_taken or (under_way is not None and under_way.merged.done())
 
     @property
     def merge_is_taken(self) -> bool:
@@ -506,7 +498,7 @@ class MegaBatchCallback(Callback):
         begin_s = time.monotonic()
         self._protocol.finish(self._report(None, None))
         self._merged_at_step = self._num_steps
-        self._has_finished = self.group.has_finished = True
+        self.group.has_finished = True
         self._record_wait(begin_s, time.monotonic())
 
     @override
@@ -525,7 +517,7 @@ class MegaBatchCallback(Callback):
             and self._num_steps == self._merged_at_step
             and not self._went_on
         )
-        if (just_merged or self._has_finished) and not self.group.is_new:
+        if (just_merged or self.group.has_finished) and not self.group.is_new:
             return frozenset()  # All members hold the same model, and the copy is one of it.
         encode_s = self._protocol.encode_s
         outcome = self._protocol.mean_into(weights, self._report(None, None))
@@ -558,24 +550,19 @@ class MegaBatchCallback(Callback):
         if self._under_way is None:
             return
         begin_s = time.monotonic()
-        encode_s = self._under_way.wait()
-        # Laying vectors out is work of this rank, and no wait.
+        self._under_way.wait()
+        under_way, self._under_way = self._under_way, None
+        outcome, report = under_way.merged.result(), under_way.snapshot.report
+        assert outcome.mean is not None, "models were merged"
+        # Laying vectors out is work of this rank, and no wait, unless a thread has done it.
+        encode_s = outcome.mean.encode_s if report.following is None else 0.0
         self._protocol.encode_s += encode_s
         self._record_wait(begin_s, time.monotonic() - encode_s)
-        with torch.no_grad():
-            self._take()
-
-    def _take(self) -> None:
-        """The merge that is under way is over: its model, and what this rank has done meanwhile,
-        are the model now.
-        """
-        under_way, self._under_way = self._under_way, None
-        assert under_way is not None
-        outcome = under_way.merged()
         if under_way.is_dropped:
             return
-        then = under_way.snapshot.report.num_steps
-        self._protocol.take(outcome, num_steps=self._num_steps - then)
+        then = report.num_steps
+        with torch.no_grad():
+            self._protocol.take(outcome, num_steps=self._num_steps - then)
         taken = self._adopt(outcome, then)
         # One that is new finds the round in `joined_by`.
         self._taken = None if outcome.mine.is_new else taken
@@ -722,7 +709,9 @@ class MegaBatchCallback(Callback):
         return perturbed(weights, [proposal.report.norm for proposal in proposals])
 
     def _resize(self, proposals: Sequence[MergeProposal]) -> None:
-        bounds = [self._bounds(proposal.report.memory_limit) for proposal in proposals]
+        bounds = [
+            self._plan.bounds(self._base, proposal.report.memory_limit) for proposal in proposals
+        ]
         of_ranks = zip(bounds, map(self._size_of, proposals), strict=True)
         sizes = [bound.clip(size) for bound, size in of_ranks]
         rule = self._plan.batch_rule(self._base)
@@ -753,10 +742,6 @@ class MegaBatchCallback(Callback):
             )
         self._binding = now_binding
 
-    def _bounds(self, memory_limit: int | None) -> Bounds:
-        """Of the batch size of a rank with this memory limit."""
-        return self._plan.bounds(self._base, memory_limit)
-
     def _norm(self) -> float:
         """||w|| / (number of parameters); 0 where the plan does not ask for it."""
         if self._plan.rule != "published":
@@ -776,11 +761,7 @@ class MegaBatchCallback(Callback):
         }
         momentum = {} if self._momentum is None else self._momentum.state()
         so_far = self._pace if self._under_way is None else self._pace_before
-        pace = {
-            "updates": so_far.updates,
-            "busy_s": so_far.busy_s,
-            "missed_rounds": self._missed_rounds,
-        }
+        pace = asdict(so_far) | {"missed_rounds": self._missed_rounds}
         state: CallbackState = {
             "replicated": counts | momentum,
             "local": pace | self._weights.counter_state(),
@@ -844,39 +825,24 @@ class _MergeUnderWay:
 
     Attributes:
         snapshot: as given.
+        merged: what comes of it, or what `MergeProtocol.merge_snapshot` raises.
         is_dropped: whether nobody wants its outcome any more.
     """
 
     def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot, driver: Driver) -> None:
         self.is_dropped = False
         self._protocol, self.snapshot = protocol, snapshot
-        self._merged: Future[MergeOutcome] = Future()
+        self.merged: Future[MergeOutcome] = Future()
         goes_on = snapshot.report.following is not None
         self._join = driver.beside(self._run, name="offbeat-merge") if goes_on else None
 
-    def is_over(self) -> bool:
-        """Whether `merged` would return, or raise, at once."""
-        return self._merged.done()
-
-    def wait(self) -> float:
-        """Returns the seconds that the caller has spent on laying vectors out."""
-        if self._join is not None:
-            self._join()
-            return 0.0
-        if not self._merged.done():
-            self._run()
-        if self._merged.exception() is not None:
-            return 0.0
-        mean = self._merged.result().mean
-        return 0.0 if mean is None else mean.encode_s
-
-    def merged(self) -> MergeOutcome:
-        """What came of it, after `wait`. Raises as `MergeProtocol.merge_snapshot`."""
-        return self._merged.result()
+    def wait(self) -> None:
+        """Return when it is over."""
+        (self._join or self._run)()
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                self._merged.set_result(self._protocol.merge_snapshot(self.snapshot))
+                self.merged.set_result(self._protocol.merge_snapshot(self.snapshot))
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            self._merged.set_exception(error)
+            self.merged.set_exception(error)

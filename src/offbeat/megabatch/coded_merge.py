@@ -33,7 +33,7 @@ from offbeat.collectives.coded_sum import coded_sum
 from offbeat.collectives.topk_allgather import clipped_sum, topk_sum
 from offbeat.errors import CheckpointError
 from offbeat.transport.operations import Collective
-from offbeat.weights.model_weights import Staging
+from offbeat.weights.model_weights import Staging, empty_means
 
 _TALLY = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
 
@@ -64,14 +64,9 @@ class MergedChanges:
     def __init__(self, parameters: Mapping[str, torch.Tensor], codec: WeightCodec) -> None:
         self._parameters, self._codec = parameters, codec
         self._layout = Staging(list(parameters.values()))
-        zeros = torch.as_tensor(self._layout.read([torch.zeros_like(t) for t in self._empty()]))
-        self.owed = Owed(zeros, codec.entries.selector.initial_state())
-
-    def _empty(self) -> list[torch.Tensor]:
-        return [
-            torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-            for tensor in self._parameters.values()
-        ]
+        zeros = [torch.zeros_like(each) for each in parameters.values()]
+        values = torch.as_tensor(self._layout.read(zeros))
+        self.owed = Owed(values, codec.entries.selector.initial_state())
 
     def merged(
         self,
@@ -128,7 +123,7 @@ class MergedChanges:
         return self._laid_out(merged), Owed(owed, selector)
 
     def _laid_out(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        tensors = self._empty()
+        tensors = empty_means([*self._parameters.values()])
         self._layout.write_(vector if vector.is_meta else vector.numpy(), tensors)  # type: ignore[arg-type]  # as arithmetic they are alike
         return tensors
 

@@ -283,16 +283,19 @@ class DispatchLoader(Callback):
         """Average gradients with all ranks, which ends the open round."""
         assert self._open_round is not None, "no round is open"
         self._note_busy()
-        share = MegaBatchShare(
-            rank=self._rank,
-            claims=(*self._computed, *self._handed_out),
-            updates=1,
-            batch_size=self._policy.batch_size,
-            busy_s=self._busy_s,
-        )
+        share = self._share([*self._computed, *self._handed_out], updates=1)
         self._stepped = True
         self._merged_step = self._policy.step_together(
             share, self._open_round, takes_step=takes_step
+        )
+
+    def _share(self, claims: Sequence[Claim], *, updates: int) -> MegaBatchShare:
+        return MegaBatchShare(
+            rank=self._rank,
+            claims=tuple(claims),
+            updates=updates,
+            batch_size=self._policy.batch_size,
+            busy_s=self._busy_s,
         )
 
     @override
@@ -369,17 +372,11 @@ class DispatchLoader(Callback):
         # Above every rank's number, so that no entry of an earlier round is read.
         number = 1 + max(theirs["round"] for theirs in by_rank.values())
         retry = max(theirs["retry"] for theirs in by_rank.values())
-        self._open(
-            self._cut(
-                ClaimRound(
-                    epoch=self.epoch,
-                    mega_batch=self.mega_batch,
-                    round=number,
-                    retry=retry,
-                    spans=spans,
-                )
-            )
+        mega_batch = self.mega_batch
+        rest = ClaimRound(
+            epoch=self.epoch, mega_batch=mega_batch, round=number, retry=retry, spans=spans
         )
+        self._open(self._cut(rest))
 
     def _unmerged_of(self, theirs: Mapping[str, Any]) -> SampleRanges:
         """What a rank's model has not seen by merges, up to the end of the mega-batch under way, as
@@ -554,13 +551,7 @@ class DispatchLoader(Callback):
         # The user chose not to step with these. They count as computed, else they would be given
         # out again for ever.
         self._computed += self._handed_out
-        share = MegaBatchShare(
-            rank=self._rank,
-            claims=tuple(self._computed),
-            updates=self._updates,
-            batch_size=self._policy.batch_size,
-            busy_s=self._busy_s,
-        )
+        share = self._share(self._computed, updates=self._updates)
         over, following = self._open_round, None
         # What is given out again, or is to be with this merge, is all of one kind.
         is_first = over.retry == 0 and not self._lost
@@ -722,14 +713,14 @@ class DispatchLoader(Callback):
     def _indices(self, claim: Claim) -> list[int]:
         """The samples of a claim. Positions below 0 belong to the pass before."""
         found: list[int] = []
+        size = self._num_samples
         for begin, end in claim.spans:
-            passes = begin // self._num_samples
-            first = passes * self._num_samples
-            if self._shuffles:
-                order = self._order_of(self.epoch + passes)
-                found += order[begin - first : end - first].tolist()
-            else:
-                found += range(begin - first, end - first)
+            for first in range(begin // size * size, end, size):
+                part = slice(max(begin - first, 0), min(end - first, size))
+                if self._shuffles:
+                    found += self._order_of(self.epoch + first // size)[part].tolist()
+                else:
+                    found += range(size)[part]
         return found
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
@@ -748,11 +739,6 @@ class DispatchLoader(Callback):
             self._settle()
         claims, merged, lost = self._computed, self._merged, self._lost
         updates, busy_s, earlier = self._updates, self._busy_s, self._earlier_shares
-        place: dict[str, Any] = {
-            "epoch": self.epoch,
-            "mega_batch": self.mega_batch,
-            "samples_of_mega_batch": self._policy.samples_of_mega_batch,
-        }
         if self._in_merge is not None:
             # The merge that is under way is not in the model. It is left out, so that the models
             # are merged once, later, with what was computed since.
@@ -764,20 +750,24 @@ class DispatchLoader(Callback):
             updates, busy_s = updates + share.updates, busy_s + share.busy_s
             if (over.epoch, over.mega_batch) != (self.epoch, self.mega_batch):
                 earlier = {}
-        if merged:
-            place["merged"] = [list(span) for span in merged]
-        if lost := without(lost, self._whole(self.epoch, self.mega_batch)):
-            place["lost"] = [list(span) for span in lost]
-        if self._num_told != self.num_merged:
-            place["told"] = self._num_told
-        if self._retry:
-            place["retry"] = self._retry
-        if earlier:
-            place["earlier_shares"] = [
-                {**asdict(share), "claims": _spans_of(share.claims)} for share in earlier.values()
-            ]
+        lost = without(lost, self._whole(self.epoch, self.mega_batch))
         return {
-            "local": {**place, "claims": _spans_of(claims), "updates": updates, "busy_s": busy_s}
+            "local": {
+                "epoch": self.epoch,
+                "mega_batch": self.mega_batch,
+                "samples_of_mega_batch": self._policy.samples_of_mega_batch,
+                "merged": [list(span) for span in merged],
+                "lost": [list(span) for span in lost],
+                "untold": self.num_merged - self._num_told,
+                "retry": self._retry,
+                "earlier_shares": [
+                    asdict(share) | {"claims": _spans_of(share.claims)}
+                    for share in earlier.values()
+                ],
+                "claims": _spans_of(claims),
+                "updates": updates,
+                "busy_s": busy_s,
+            }
         }
 
     @override
@@ -791,7 +781,7 @@ class DispatchLoader(Callback):
         size = saved.get("samples_of_mega_batch", self._policy.samples_of_mega_batch)
         if size != self._policy.samples_of_mega_batch:
             self._find_place(size)
-        self._in_merge, self._num_told = None, int(saved.get("told", self.num_merged))
+        self._in_merge, self._num_told = None, self.num_merged - int(saved.get("untold", 0))
         self._retry = int(saved.get("retry", 0))
         self._computed = _claims_of(saved["claims"])
         self._earlier_shares = {

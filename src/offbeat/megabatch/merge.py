@@ -43,9 +43,8 @@ from numpy.typing import NDArray
 
 from offbeat.codec.index_codecs import RowSet, decode_rows, encode_rows
 from offbeat.codec.jit import kernel
-from offbeat.codec.model_wire import Counters
+from offbeat.codec.model_wire import Counters, no_counters
 from offbeat.collectives.gather import all_gather, gather_largest
-from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import ConfigError, PeerError
 from offbeat.megabatch.coded_merge import MergedChanges, Owed
 from offbeat.megabatch.merge_momentum import MergeMomentum
@@ -58,8 +57,14 @@ from offbeat.megabatch.proposal import (
 )
 from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
-from offbeat.transport.operations import Collective, Payload, Recv, Send
-from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
+from offbeat.transport.operations import Collective, Recv, Send
+from offbeat.weights.model_weights import (
+    ModelWeights,
+    dense_gradient,
+    empty_means,
+    mean_of_tensors,
+    require_finite,
+)
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
     is_sum,
@@ -82,8 +87,7 @@ class ModelMean:
     """The mean of models, in memory of its own until it is committed.
 
     Attributes:
-        merged: the mean, as tensors like `tensors`, in float32 or wider; none at a member that does
-            not know how it is laid out, since it proposed something else.
+        merged: the mean, as tensors like `tensors`, in float32 or wider.
         tensors: of which this member's are; those of parameters in `rows` are copies of these rows.
         rows: of the parameters of which only some rows are merged, and of their optimizer's states:
             which rows, by the tensor's position.
@@ -92,7 +96,6 @@ class ModelMean:
         shares: of states, as `shares_of_states`.
         counters: the largest that any member has counted in each integer buffer.
         weights: of each member's model in the mean, by position in the generation.
-        joiner_state: what a member that is new needs besides the model; None elsewhere.
         encode_s: seconds that were spent on laying vectors out.
         owed: what this member owes then, where changes are coded.
         copies: of the sparse parameters, as the merge left them, by position; once it is laid out
@@ -107,7 +110,6 @@ class ModelMean:
     shares: Mapping[str, Sequence[float]]
     counters: Counters
     weights: Sequence[float]
-    joiner_state: Payload | None
     encode_s: float
     owed: Owed | None = None
     copies: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -160,7 +162,6 @@ class ModelSnapshot:
         tensors: copies of what is averaged of the model.
         states: copies of the states of the optimizer that are merged with it, by name.
         presence: of these states, as `packed` writes it.
-        layout: of `tensors`.
         counters: what the rank had counted itself in its integer buffers.
         counted: what these buffers held.
         num_merges: number of merges in the run so far.
@@ -172,15 +173,14 @@ class ModelSnapshot:
 
     report: TrainerReport
     tensors: Sequence[torch.Tensor]
-    states: Mapping[str, Sequence[torch.Tensor]]
     presence: tuple[tuple[str, str], ...]
-    layout: Staging
-    counters: Counters
-    counted: Counters
     num_merges: int
     rows_known_since: int | None
     copies: Mapping[int, torch.Tensor]
-    sparse: tuple[int, ...]
+    states: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    counters: Counters = field(default_factory=no_counters)
+    counted: Counters = field(default_factory=no_counters)
+    sparse: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
 
 
@@ -193,7 +193,7 @@ class MergeProtocol:
         weigh: says with which weights.
         momentum: added in each merge; None: none.
         rank: this rank.
-        states: of the optimizer, merged with the model; None: they stay each rank's own.
+        states: of the optimizer, merged with the model.
         changes: in place of which models travel; None: they travel whole. Needs a momentum, which
             may be 0, for the model that they begin with.
 
@@ -212,7 +212,7 @@ class MergeProtocol:
         weigh: Weigh,
         momentum: MergeMomentum | None,
         rank: int,
-        states: OptimizerStates | None = None,
+        states: OptimizerStates,
         changes: MergedChanges | None = None,
     ) -> None:
         self._parameters = list(weights.parameters.values())
@@ -222,7 +222,6 @@ class MergeProtocol:
         self._weights, self._group, self._weigh = weights, group, weigh
         self._momentum, self._rank = momentum, rank
         self._states, self._changes = states, changes
-        self._layout, self._gradients = Staging(weights.tensors()), Staging(self._parameters)
 
     # What a trainer can ask for
 
@@ -248,21 +247,16 @@ class MergeProtocol:
         """
         self.rows.note_sparse_gradients()
         sparse = sorted(self.rows.sparse)
-        gradients = [*map(_dense_gradient, self._parameters)]
+        gradients = [*map(dense_gradient, self._parameters)]
         has_gradient = [takes_step and p.grad is not None for p in self._parameters]
         snapshot = ModelSnapshot(
             report=report,
             tensors=gradients,
-            states={},
             presence=packed({_GRADIENT: has_gradient}) if any(has_gradient) else (),
-            layout=self._gradients,
-            counters=np.zeros(0, np.int64),
-            counted=np.zeros(0, np.int64),
             num_merges=self.num_merges,
             rows_known_since=0,
             # All rows of a sparse gradient differ from these but those that nobody has changed.
             copies={number: torch.zeros_like(gradients[number]) for number in sparse},
-            sparse=(),
         )
 
         def propose() -> _OwnProposal:
@@ -318,30 +312,21 @@ class MergeProtocol:
         """Write the mean of all members' models into `weights`, a copy of this rank's model. A rank
         that is new merges first, and then has the mean.
         """
-        snapshot, tensors = self.freeze(report), weights.tensors()
-        copy = replace(
-            snapshot, tensors=tensors, layout=Staging(tensors), counters=weights.own_counters()
-        )
-        outcome = self._take_at_once(snapshot, "mean", copy=copy)
-        if outcome.kind == "merge":
-            for source, target in zip(self._weights.tensors(), tensors, strict=False):
-                target.copy_(source)
-        elif outcome.mean is not None:
-            for target, new in zip(outcome.mean.tensors, outcome.mean.merged, strict=True):
+        outcome = self._take_at_once(self.freeze(report), "mean")
+        if (mean := outcome.mean) is not None:
+            is_mine = outcome.kind == "merge"
+            weights = replace(weights, chosen=self._weights.chosen)
+            news = self._weights.tensors() if is_mine else mean.merged
+            for target, new in zip(weights.tensors(), news, strict=True):
                 target.copy_(new)
-            weights.write_counters(outcome.mean.counters)
+            weights.write_counters(self._weights.read_counters() if is_mine else mean.counters)
         return outcome
 
     def _take_at_once(
-        self,
-        snapshot: ModelSnapshot,
-        kind: ProposalKind,
-        payload: str = "",
-        *,
-        copy: ModelSnapshot | None = None,
+        self, snapshot: ModelSnapshot, kind: ProposalKind, payload: str = ""
     ) -> MergeOutcome:
         """Propose to do `kind`, wait for what comes of it, and take over what was merged."""
-        outcome = self._join_merge(partial(self._propose, snapshot, kind, payload, copy))
+        outcome = self._join_merge(partial(self._propose, snapshot, kind, payload))
         if outcome.mean is not None:
             self.encode_s += outcome.mean.encode_s
         if outcome.kind == "merge":
@@ -353,17 +338,14 @@ class MergeProtocol:
     def freeze(self, report: TrainerReport) -> ModelSnapshot:
         """A copy of this rank's model, for `merge_snapshot`."""
         begin_s = time.perf_counter()
-        presence = {} if self._states is None else self._states.presence()
+        presence = self._states.presence()
         snapshot = ModelSnapshot(
             report=report,
             tensors=[tensor.detach().clone() for tensor in self._weights.tensors()],
             states={
-                name: [state.clone() for state in self._states.tensors(name)]
-                for name in presence
-                if self._states is not None
+                name: [state.clone() for state in self._states.tensors(name)] for name in presence
             },
             presence=packed(presence),
-            layout=self._layout,
             counters=self._weights.own_counters().copy(),
             counted=self._weights.read_counters(),
             num_merges=self.num_merges,
@@ -396,8 +378,6 @@ class MergeProtocol:
                 some, merged[number] = merged[number], whole[number].to(merged[number].dtype)
                 merged[number] = merged[number].index_copy(0, rows.pop(number), some)
                 before[number] = whole[number]
-            if mean.joiner_state is not None:
-                self._momentum.from_bytes(mean.joiner_state)
             merged = [*self._momentum.added_to(merged), *merged[len(self._parameters) :]]
         copies = {}
         for number in {number for each in outcome.proposals for number in each.sparse}:
@@ -437,7 +417,6 @@ class MergeProtocol:
         states: dict[str, list[torch.Tensor]] = {}
         kept: dict[int, float] = {}
         for name in mean.states:
-            assert self._states is not None, "all ranks merge states, or none does"
             parts = self._states.kept(name, num_steps) if num_steps else ()
             kept |= {n: part for n, part in enumerate(parts, start=len(live)) if part is not None}
             if not is_sum(name):
@@ -462,8 +441,7 @@ class MergeProtocol:
                 merge_sums_(mine, theirs, before)
             if rows is not None:
                 target.index_copy_(0, rows, mine)
-        if self._states is not None:
-            self._states.take(states, mean.shares)
+        self._states.take(states, mean.shares)
         counters = mean.counters
         if not outcome.mine.is_new and counters.size:
             counters = counters + (self._weights.read_counters() - snapshot.counted)
@@ -528,11 +506,7 @@ class MergeProtocol:
         return outcome
 
     def _propose(
-        self,
-        snapshot: ModelSnapshot,
-        kind: ProposalKind,
-        payload: str = "",
-        copy: ModelSnapshot | None = None,
+        self, snapshot: ModelSnapshot, kind: ProposalKind, payload: str = ""
     ) -> _OwnProposal:
         """Step 1: this rank's proposal, and what of it stays here.
 
@@ -540,21 +514,16 @@ class MergeProtocol:
             snapshot: of this rank's model.
             kind: what this rank wants to do.
             payload: what it tells its peers, as JSON.
-            copy: the model in whose place the mean is wanted; None: this rank's own.
         """
         is_new = self._group.is_new
         if is_new and kind in ("mean", "agree"):
             # It has nothing to contribute, and must be given the run's model first.
-            kind, copy = "merge", None
+            kind = "merge"
         touched = {} if is_new else touched_rows(snapshot.copies, snapshot.tensors)
-        wanted = copy or snapshot
         proposal = MergeProposal(
             kind=kind,
             is_new=is_new,
             report=snapshot.report,
-            num_elements=wanted.layout.num_elements,
-            dtype=wanted.layout.dtype.name,
-            num_counters=wanted.counters.size,
             num_merges=snapshot.num_merges,
             rows_known_since=None if is_new else snapshot.rows_known_since,
             sparse=snapshot.sparse,
@@ -562,7 +531,7 @@ class MergeProtocol:
             states=snapshot.presence if kind in ("merge", "step") else (),
             payload=payload,
         )
-        return _OwnProposal(proposal=proposal, model=wanted, touched=touched)
+        return _OwnProposal(proposal=proposal, model=snapshot, touched=touched)
 
     def _average(
         self, outcome: MergeOutcome, own: _OwnProposal, position: int
@@ -572,67 +541,45 @@ class MergeProtocol:
         merging = [each for each, is_party in zip(proposals, parties, strict=True) if is_party]
         of_parties = iter(self._weights_of(outcome.kind, merging))
         weights = [next(of_parties) if is_party else 0.0 for is_party in parties]
-        # A member that has finished takes part in the mean that its peers want for a copy of
-        # their model. It has no such copy, and takes the layout from one that has.
-        num_elements = outcome.reference.num_elements
-        dtype = np.dtype(outcome.reference.dtype)
-        layout: Staging | None = None
-        whole: Sequence[torch.Tensor] = ()
-        tensors: Sequence[torch.Tensor] = ()
         rows: dict[int, torch.Tensor] = {}
         states: dict[str, list[torch.Tensor]] = {}
-        encode_s = 0.0
         shares = shares_of_states(
             [each.states for each in proposals], weights, num_parameters=len(self._parameters)
         )
-        if outcome.kind in ("merge", own.proposal.kind):
-            if outcome.kind in ("merge", "step") and self._changes is None:
-                rows = yield from self._union_of_rows(outcome, own.touched, position)
-            begin_s = time.perf_counter()
-            whole = own.model.tensors
-            names = names_of_merged(shares)
-            for name in names if outcome.kind == "merge" else ():
-                assert self._states is not None, "all ranks merge states, or none does"
-                mine = own.model.states.get(name) or self._states.zeros(name)
-                states[name] = _shared(mine, shares[name])
-                # Of a state the same rows are merged as of its parameter. A single number, such as
-                # that of steps, has no rows, and Adafactor's means of columns are of all rows.
-                rows |= {
-                    len(whole) + number: rows[number]
-                    for number, state in enumerate(states[name])
-                    if number in rows and state.shape[:1] == whole[number].shape[:1]
-                }
-                whole = [*whole, *states[name]]
-            tensors = [
-                tensor.detach().index_select(0, rows[number]) if number in rows else tensor
-                for number, tensor in enumerate(whole)
-            ]
-            layout = Staging(tensors) if rows or names else own.model.layout
-            num_elements, dtype = layout.num_elements, layout.dtype
-            encode_s += time.perf_counter() - begin_s
+        if outcome.kind in ("merge", "step") and self._changes is None:
+            rows = yield from self._union_of_rows(outcome, own.touched, position)
         begin_s = time.perf_counter()
+        whole = own.model.tensors
+        if outcome.kind == "step" and own.proposal.kind != "step":
+            whole = self._parameters  # of the shapes of gradients, of which this member has none
+        for name in names_of_merged(shares) if outcome.kind == "merge" else ():
+            mine = own.model.states.get(name) or self._states.zeros(name)
+            states[name] = _shared(mine, shares[name])
+            # Of a state the same rows are merged as of its parameter. A single number, such as
+            # that of steps, has no rows, and Adafactor's means of columns are of all rows.
+            rows |= {
+                len(whole) + number: rows[number]
+                for number, state in enumerate(states[name])
+                if number in rows and state.shape[:1] == whole[number].shape[:1]
+            }
+            whole = [*whole, *states[name]]
+        tensors = [
+            tensor.detach().index_select(0, rows[number]) if number in rows else tensor
+            for number, tensor in enumerate(whole)
+        ]
         if weights[position]:
             # Checked before anything is sent: one bad model would spoil the models of all peers.
             require_finite(tensors, rank=self._rank)
-        encode_s += time.perf_counter() - begin_s
-        joiner_state, owed = (yield from self._send_to_joiners(outcome, position)), None
+        encode_s = time.perf_counter() - begin_s
+        yield from self._tell_joiners(outcome, position)
+        owed: Owed | None = None
         if outcome.kind == "merge" and self._changes is not None:
-            assert layout is not None, "what is merged is laid out"
-            if joiner_state is not None and self._momentum is not None:
-                self._momentum.from_bytes(joiner_state)
             merged, owed = yield from self._merge_changes(
                 position, weights, own.model, tensors, is_new=own.proposal.is_new
             )
         else:
-            merged = [*map(_empty_mean, tensors)]
-            yield from weighted_mean(
-                position,
-                weights,
-                None if layout is None else layout.laid_out(tensors),
-                num_elements=num_elements,
-                dtype=dtype,
-                into=None if layout is None else layout.laid_out(merged),
-            )
+            merged = empty_means(tensors)
+            yield from mean_of_tensors(position, weights, tensors, merged)
         first = len(whole) - sum(map(len, states.values()))
         for mean, share in zip(
             merged[first:], chain(*(shares[name] for name in states)), strict=True
@@ -642,8 +589,8 @@ class MergeProtocol:
             if 0 < share < 1:
                 mean.div_(share)
         counters = own.model.counters
-        if outcome.reference.num_counters:
-            counters = yield from gather_largest(position, parties, own.model.counters)
+        if counters.size and outcome.kind != "step":
+            counters = yield from gather_largest(position, parties, counters)
         return ModelMean(
             merged=merged,
             tensors=tensors,
@@ -653,7 +600,6 @@ class MergeProtocol:
             shares=shares,
             counters=counters,
             weights=weights,
-            joiner_state=joiner_state,
             encode_s=encode_s,
             owed=owed,
         )
@@ -696,21 +642,13 @@ class MergeProtocol:
             mine=None if is_new else model.tensors[:number],
             frozen=model.frozen,
         )
-        merged += map(_empty_mean, tensors[number:])
-        if others := [*model.frozen, *range(number, len(tensors))]:
-            for other in model.frozen:
-                merged[other] = _empty_mean(tensors[other])
-            mine = [tensors[other] for other in others]
-            staging = Staging(mine)
-            yield from weighted_mean(
-                position,
-                weights,
-                staging.laid_out(mine),
-                num_elements=staging.num_elements,
-                dtype=staging.dtype,
-                into=staging.laid_out([merged[other] for other in others]),
-            )
-        return merged, owed
+        others = [*model.frozen, *range(number, len(tensors))]
+        whole = [tensors[other] for other in others]
+        means = empty_means(whole)
+        yield from mean_of_tensors(position, weights, whole, means)
+        for frozen, mean in zip(model.frozen, means, strict=False):
+            merged[frozen] = mean
+        return [*merged, *means[len(model.frozen) :]], owed
 
     def _union_of_rows(
         self, outcome: MergeOutcome, touched: Mapping[int, RowSet], position: int
@@ -742,19 +680,19 @@ class MergeProtocol:
                     union[number] = torch.from_numpy(rows).to(parameter.device)
         return union
 
-    def _send_to_joiners(self, outcome: MergeOutcome, position: int) -> Collective[Payload | None]:
-        """The reference member sends the state of the momentum to the members that are new."""
+    def _tell_joiners(self, outcome: MergeOutcome, position: int) -> Collective[None]:
+        """The reference member sends the state of the momentum to the members that are new, which
+        have none of their own that anybody could miss.
+        """
         joiners = [number for number, each in enumerate(outcome.proposals) if each.is_new]
         if outcome.kind != "merge" or self._momentum is None or not joiners:
-            return None
+            return
         if position == outcome.reference_member:
             payload = self._momentum.to_bytes()
             for joiner in joiners:
                 yield Send(joiner, payload)
         if position in joiners:
-            state: Payload = yield Recv(outcome.reference_member)
-            return state
-        return None
+            self._momentum.from_bytes((yield Recv(outcome.reference_member)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -763,21 +701,13 @@ class _OwnProposal:
 
     Attributes:
         proposal: that is sent.
-        model: whose mean it wants.
+        model: that it is of.
         touched: the rows that have changed, by the parameter's position.
     """
 
     proposal: MergeProposal
     model: ModelSnapshot
     touched: Mapping[int, RowSet]
-
-
-def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """As AllReduce reads it: all rows of one that is sparse, and zeros where there is none."""
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter)
-    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
@@ -792,12 +722,6 @@ def _shared(states: Sequence[torch.Tensor], shares: Sequence[float]) -> list[tor
         state if share else torch.zeros_like(state)
         for state, share in zip(states, shares, strict=True)
     ]
-
-
-def _empty_mean(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a mean of tensors like this one, in the type in which means are computed."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 # Which rows have changed, and whether it is cheaper to merge those rows alone.

@@ -14,7 +14,7 @@ import torch
 from offbeat.codec.tensor_bytes import packed, unpacked
 from offbeat.errors import CheckpointError, WireError
 from offbeat.transport.operations import Payload
-from offbeat.weights.model_weights import restore_
+from offbeat.weights.model_weights import restore_, wide
 
 GAMMA: Final = 0.9
 """Of the momentum of merges."""
@@ -40,7 +40,7 @@ class MergeMomentum:
         """
         if not self._latest:
             self._latest = {
-                name: _widened(parameter).clone() for name, parameter in self._parameters.items()
+                name: wide(parameter).clone() for name, parameter in self._parameters.items()
             }
 
     @property
@@ -79,7 +79,7 @@ class MergeMomentum:
         """Inverse of `state`. Raises `CheckpointError` when it does not fit the parameters."""
         models = {key.partition("/")[0] for key in state}
         live = {
-            f"{model}/{name}": _widened(parameter).clone()
+            f"{model}/{name}": wide(parameter).clone()
             for model in models & {"latest", "before"}
             for name, parameter in self._parameters.items()
         }
@@ -102,8 +102,3 @@ class MergeMomentum:
                 f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit"
                 f" the model; do all ranks train the same model? ({error})"
             ) from error
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the type in which means are computed: at least float32."""
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))

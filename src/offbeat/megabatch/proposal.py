@@ -92,9 +92,6 @@ class MergeProposal:
         is_new: whether it has joined the run, or comes back to it, and holds nothing that its peers
             could use: neither a model nor the state of the run.
         report: what its trainer has done.
-        num_elements: of its vector, if all that is merged is laid out in one.
-        dtype: of that vector.
-        num_counters: number of elements of its integer buffers.
         num_merges: number of merges in the run so far, as it knows.
         rows_known_since: number of the merge since which it knows which rows have changed; None: it
             does not know.
@@ -109,9 +106,6 @@ class MergeProposal:
     kind: ProposalKind
     is_new: bool
     report: TrainerReport
-    num_elements: int
-    dtype: str
-    num_counters: int
     num_merges: int
     rows_known_since: int | None
     sparse: tuple[int, ...]

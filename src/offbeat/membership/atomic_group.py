@@ -24,7 +24,7 @@ from offbeat.collectives.gather import all_gather
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.membership.agreement import Generation, changes
 from offbeat.membership.generations import GenerationHost, Generations
-from offbeat.membership.quorum import Arrivals, Quorum, among, first_to_arrive
+from offbeat.membership.quorum import Among, Arrivals, Quorum, first_to_arrive
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import StoreLostError
 from offbeat.transport.operations import Collective
@@ -142,9 +142,21 @@ class AtomicGroup:
                 and active.generation.number > generation.number
             )
 
-    def enter(self, enter: Callable[[GenerationHost], Generations | None]) -> None:
-        """Become a member by `enter`, as of `Context`. Collective. Whoever does closes."""
-        self._generations = enter(self)
+    def enter(
+        self,
+        enter: Callable[[GenerationHost], Generations | None],
+        catch_up: Callable[[], object],
+    ) -> None:
+        """Become a member by `enter`, as of `Context`, and do `catch_up` if this rank is new: the
+        user's loop needs the model of the run from the start. Collective. Whoever does closes.
+        """
+        try:
+            self._generations = enter(self)
+            if self.is_new:
+                catch_up()
+        except BaseException:
+            self.close()
+            raise
 
     def abort(self, reason: str) -> None:
         """Tell the peers that this rank has failed, and why; and close."""
@@ -250,26 +262,27 @@ class AtomicGroup:
     def _generation_after(self, number: int) -> _ActiveGeneration:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_after(number) or self._cannot_go_on, self._patience_s
+                lambda: (
+                    self._is_after(number)
+                    or self._error is not None
+                    or self._closed
+                    or self._lost_store is not None
+                ),
+                self._patience_s,
             )
             self._check()
             active = self._active
             if active is None or not self._is_after(number):
-                lost = self._lost_store
-                if lost is not None:
+                if self._lost_store is not None:
                     raise StoreLostError(
                         "a worker was lost, and its peers cannot be found without the run's store:"
-                        f" {lost}"
+                        f" {self._lost_store}"
                     )
                 raise PeerError(
                     f"a worker was lost, and no next generation was met within {self._patience_s:g}"
                     " s; do others run, and can they and the run's store be reached?"
                 )
             return active
-
-    @property
-    def _cannot_go_on(self) -> bool:
-        return self._error is not None or self._closed or self._lost_store is not None
 
     def _is_after(self, number: int) -> bool:
         return (
@@ -366,9 +379,8 @@ class _ActiveGeneration:
             return bool(store.compare_set(key, "", word) == _DONE.encode())
 
         committed = all_or_none(place, len(here), work(generation, place), is_done)
-        if not are_all:
-            committed = among(here, committed)
-        return self.driver.run(committed, channel)
+        driver = self.driver if are_all else Among(self.driver, here)
+        return driver.run(committed, channel)
 
     def _delete(self, store: Store, entries: Sequence[str]) -> None:
         """This keeps the store from growing."""

@@ -13,10 +13,10 @@ from one generation to the next:
    as a newcomer, once its host has time for what its peers do together then.
 
 The time from a death to the next generation is `PeerLimits.grace_s` and a few `interval_s`, or
-`silence_s` where the members that are left are not more than half. Training does not wait for it,
-because the protocols of the old generation already leave the dead out. When the store does not
-answer, the generation stays as it is. A member that dies while a generation assembles delays it by
-`silence_s`.
+`silence_s` where the members that are left are not more than half, or had no connection to the dead
+one yet. Training does not wait for it, because the protocols of the old generation already leave
+the dead out. When the store does not answer, the generation stays as it is. A member that dies
+while a generation assembles delays it by `silence_s`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from offbeat.transport.driver import Driver
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.link import silence_s as tolerated_silence_s
 from offbeat.transport.network import Network, StoreLostError, mesh_limits
+from offbeat.transport.peers import Peers
 
 _ASSEMBLE_INTERVAL_S = 0.02
 _RETRY_STORE_S = 5.0
@@ -149,6 +150,7 @@ class Generations:
         self._member = Member(network.rank, 0)
         self._is_new = False
         self._current: Generation | None = None
+        self._mesh: Peers | None = None
         self._silent: set[Member] = set()
         self._next_reading_s = self._next_beat_s = 0.0
         self._deadline_s = math.inf
@@ -330,7 +332,7 @@ class Generations:
             # The generation that let this rank in may never have begun. Then this one does not
             # list the rank as a newcomer, although it still has no model.
             generation = replace(generation, newcomers=generation.newcomers | {position})
-        self._current, self._is_new = generation, False
+        self._current, self._is_new, self._mesh = generation, False, driver
         self._host.begin(generation, position, driver)
         return None
 
@@ -340,6 +342,10 @@ class Generations:
         assert me is not None, "a rank that is not a member asks to join instead"
         silent = self._silent_positions(current)
         unreachable = self._host.unreachable()
+        if silent:
+            assert self._mesh is not None, "it came with the generation"
+            # One that dies before the first connection loses none by which its death is noticed.
+            unreachable |= silent & self._mesh.unreached()
         requests = self._membership.waiting(current)
         if not unreachable and not requests:
             return None

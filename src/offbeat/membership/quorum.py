@@ -20,8 +20,11 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from typing_extensions import override
+
 from offbeat.codec.option_value import OptionValue
 from offbeat.errors import ConfigError, PeerTimeoutError
+from offbeat.transport.driver import Driver, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Now, Operation, Recv, RecvAny, Send
 
 if TYPE_CHECKING:
@@ -114,29 +117,23 @@ def first_to_arrive(
     return propose(sorted(here))
 
 
-def among(members: Sequence[int], work: Collective[T]) -> Collective[T]:
-    """`work` of some members, whose ranks in it are their places in `members`."""
-    answer: object = None
-    failure: BaseException | None = None
-    while True:
-        try:
-            operation = work.send(answer) if failure is None else work.throw(failure)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        answer, failure = None, None
-        try:
-            answer = yield _among(members, operation)
-        except Exception as error:  # noqa: BLE001 - it is the work's
-            failure = error
+class Among(Wrapper):
+    """A driver of some of the members that `inner` connects: their ranks are their places in
+    `members`.
+    """
 
+    def __init__(self, inner: Driver, members: Sequence[int]) -> None:
+        super().__init__(inner)
+        self._members = members
 
-def _among(members: Sequence[int], operation: Operation) -> Operation:
-    match operation:
-        case Send(peer, payload):
-            return Send(members[peer], payload)
-        case Recv(peer, timeout_s):
-            return Recv(members[peer], timeout_s)
-    return operation
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        match operation:
+            case Send(peer, payload):
+                operation = Send(self._members[peer], payload)
+            case Recv(peer, timeout_s):
+                operation = Recv(self._members[peer], timeout_s)
+        return super().start(operation, channel)
 
 
 class Arrivals:

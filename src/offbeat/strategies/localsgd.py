@@ -15,7 +15,7 @@ all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps 
 or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, in few bits, and the
 others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `exchange`
 fragments of the model are averaged in turn while training goes on (`averaging.streaming`), or
-random pairs of ranks average in the place of all (`averaging.pairs`), or workers meet in files
+random pairs of ranks average in the place of all (`averaging.gossip`), or workers meet in files
 without a connection (`averaging.object_store`), or the members of the run do, which go on when one
 dies or comes back, and need not wait for the last: the quorum and the grace period of Decoupled
 DiLoCo (arXiv 2604.21428; `averaging.members`). With an interval for each of the optimizer's states
@@ -45,10 +45,10 @@ from typing import Annotated, Literal, Self
 import torch
 from typing_extensions import override
 
+from offbeat.averaging.gossip import PairMean, Pairs
 from offbeat.averaging.members import AverageOfMembers, MeanOfMembers
 from offbeat.averaging.object_store import ObjectStore, StoreMean
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
-from offbeat.averaging.pairs import PairMean, Pairs
 from offbeat.averaging.periodic import (
     AveragingSchedule,
     Everyone,
@@ -157,7 +157,7 @@ class LocalSGD(AveragingStrategy):
         exchange: how ranks meet. None: all wait for the average of all weights. "4x2" (fragments x
             delay in steps), "4x2x0.5" (x the weight of a rank's own parameters), or an
             `averaging.streaming.Streaming`: averages of one fragment travel beside training.
-            "pairs", or an `averaging.pairs.Pairs` with a seed: random pairs average. An
+            "pairs", or an `averaging.gossip.Pairs` with a seed: random pairs average. An
             `averaging.object_store.ObjectStore`: by files, without connections. "members": as None,
             but deaths end nothing. "75%+2s", or a `membership.quorum.Quorum`: the same, once 75% of
             the members have come and the others were waited for 2 s longer.

@@ -230,10 +230,12 @@ class Mesh:
         for peer in self._links.keys() - self.left:
             self._links[peer].send(EnvelopeKind.GOODBYE, 0, b"")
 
-    def has_reached_all(self) -> bool:
-        """Whether there has been a connection to every rank that may live."""
-        return all(
-            link.ever_connected or not self._reads(peer) for peer, link in self._links.items()
+    def unreached(self) -> frozenset[int]:
+        """The ranks that may live and to which there has been no connection."""
+        return frozenset(
+            peer
+            for peer, link in self._links.items()
+            if not link.ever_connected and self._reads(peer)
         )
 
     def any_peer_reads(self) -> bool:
@@ -257,7 +259,7 @@ class Mesh:
         if watch:
             for link in self._links.values():
                 link.watch(now_s)
-            if self.watch_interval_s == WATCH_INTERVAL_S and self.has_reached_all():
+            if self.watch_interval_s == WATCH_INTERVAL_S and not self.unreached():
                 # Several looks must fit into the grace period.
                 self.watch_interval_s = max(
                     WATCH_INTERVAL_S, min(_MAX_WATCH_INTERVAL_S, self._limits.grace_s / 8)

@@ -138,7 +138,13 @@ class Peers(Driver):
         that is lost afterwards tells of a death.
         """
         with self._changed:
-            self._wait_until(self._mesh.has_reached_all, timeout_s)
+            self._wait_until(lambda: not self._mesh.unreached(), timeout_s)
+
+    def unreached(self) -> frozenset[int]:
+        """The ranks that may live and to which there has been no connection. Never blocks."""
+        with self._changed:
+            self._update()
+            return self._mesh.unreached()
 
     def left(self) -> list[int]:
         """The ranks that closed in good order, by their numbers. Never blocks."""

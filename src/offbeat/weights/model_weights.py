@@ -88,10 +88,12 @@ class ModelWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are averaged, in the order of `names`."""
-        if not self.chosen.statistics:
-            return [*self.parameters.values()]
-        buffers = self.buffers()
-        return [*self.parameters.values(), *(buffers[name] for name in self.chosen.statistics)]
+        return [*self.parameters.values(), *self.statistics()]
+
+    def statistics(self) -> list[torch.Tensor]:
+        """The buffers that are averaged, which `tensors` ends with."""
+        buffers = self.buffers() if self.chosen.statistics else {}
+        return [buffers[name] for name in self.chosen.statistics]
 
     def positions_of_statistics(self) -> range:
         """Where the statistics are among `tensors()`."""
@@ -255,6 +257,13 @@ class Pack:
                 for p, part in zip(piece.positions, parts, strict=True)
             )
         return [found[position] for position in range(len(self._shapes))]
+
+    def named(
+        self, kind: str, names: Iterable[str], vectors: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The same by "kind/name", for a state; empty without vectors."""
+        views = self.views(vectors) if vectors else []
+        return {f"{kind}/{name}": view for name, view in zip(names, views, strict=bool(views))}
 
     def write_(self, vectors: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Inverse of `vectors`: copy them into `tensors`."""
@@ -461,6 +470,46 @@ class LaidOut:
                 yield flat, there, slice(low - span.start, high - span.start)
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """What it holds, out of autograd's sight, in the type in which means are computed: at least
+    float32. Its own memory, if it has that type.
+    """
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def empty_means(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory for means of such tensors, in the type in which means are computed."""
+    return [
+        torch.empty_like(
+            tensor,
+            dtype=torch.promote_types(tensor.dtype, torch.float32),
+            memory_format=torch.contiguous_format,
+        )
+        for tensor in tensors
+    ]
+
+
+def mean_of_tensors(
+    rank: int,
+    weights: Sequence[float],
+    tensors: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor],
+) -> Collective[object]:
+    """As `weighted_mean`, of tensors of the same shapes and types on all ranks. A rank without a
+    weight gives shapes and types alone. The means are written into other tensors, which are
+    contiguous.
+    """
+    staging = Staging(tensors)
+    return weighted_mean(
+        rank,
+        weights,
+        staging.laid_out(tensors),
+        num_elements=staging.num_elements,
+        dtype=staging.dtype,
+        into=staging.laid_out(into),
+    )
+
+
 def average_(
     tensors: Sequence[torch.Tensor],
     like: Sequence[torch.Tensor],
@@ -626,16 +675,18 @@ def non_finite_weights(rank: int) -> NonFiniteError:
     )
 
 
+def dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """As AllReduce reads it: all rows of one that is sparse, and zeros where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+
+
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory, out of autograd's sight; complex numbers as pairs."""
     detached = tensor.detach() if tensor.requires_grad else tensor
     return torch.view_as_real(detached) if detached.is_complex() else detached
-
-
-_NOT_FINITE: Final = (
-    " at the end of the session are not finite, so they have no mean with those of its peers. Lower"
-    ' the learning rate or look at its data; with finish="keep" each rank keeps its own model'
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -643,16 +694,12 @@ class FinalModel:
     """One rank's model when its loop has ended.
 
     Attributes:
-        values: parameters and statistics, shape (num_elements,).
-        num_elements: of them.
-        dtype: their type, float32 or float64.
+        tensors: parameters and statistics.
         counters: the integer buffers, shape (any,).
         weight: of the model in the mean, >= 0.
     """
 
-    values: Elements
-    num_elements: int
-    dtype: np.dtype[np.floating]
+    tensors: Sequence[torch.Tensor]
     counters: Counters
     weight: float
 
@@ -660,19 +707,17 @@ class FinalModel:
         """The weight, whether the values are finite, and a digest, which is equal if, and only if,
         values and counters are equal to the bit.
         """
-        digest, finite = hashlib.sha256(), True
-        step = FRAGMENT_BYTES // self.dtype.itemsize
-        for begin in range(0, self.num_elements, step):
-            part = self.values[begin : min(begin + step, self.num_elements)]
+        digest, finite, staging = hashlib.sha256(), True, Staging(self.tensors)
+        values, step = staging.laid_out(self.tensors), FRAGMENT_BYTES // staging.dtype.itemsize
+        for begin in range(0, staging.num_elements, step):
+            part = values[begin : min(begin + step, staging.num_elements)]
             finite = finite and bool(is_finite(torch.from_numpy(part)))
             digest.update(part.view(np.uint8).data)
         digest.update(self.counters.tobytes())
         return {"weight": self.weight, "finite": finite, "digest": digest.hexdigest()}
 
 
-def mean_of_final_models(
-    rank: int, world_size: int, mine: FinalModel, into: Elements | None = None
-) -> Collective[FinalModel]:
+def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collective[FinalModel]:
     """The mean of all ranks' models when training is over; `mine` itself where all hold the same.
 
         rank                                    every peer
@@ -688,8 +733,7 @@ def mean_of_final_models(
     Args:
         rank: this rank, 0 <= rank < world_size.
         world_size: number of ranks, >= 1.
-        mine: this rank's model.
-        into: where the values of a mean are written; None: into a vector of its own.
+        mine: this rank's model, which is left as it is.
 
     Raises:
         NonFiniteError: a rank's model is not finite. On every rank.
@@ -698,21 +742,20 @@ def mean_of_final_models(
     summaries = yield from all_gather(rank, world_size, summary, _read_summary)
     broken = [number for number, each in enumerate(summaries) if not each["finite"]]
     if broken:
-        raise NonFiniteError(f"the weights of rank {broken[0]}{_NOT_FINITE}")
+        raise NonFiniteError(
+            f"the weights of rank {broken[0]} at the end of the session are not finite, so they"
+            " have no mean with those of its peers. Lower the learning rate or look at its data;"
+            ' with finish="keep" each rank keeps its own model'
+        )
     if len({each["digest"] for each in summaries}) == 1:
         return mine
-    values = yield from weighted_mean(
-        rank,
-        [float(each["weight"]) for each in summaries],
-        mine.values,
-        num_elements=mine.num_elements,
-        dtype=mine.dtype,
-        into=into,
-    )
+    weights = [float(each["weight"]) for each in summaries]
+    means = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in mine.tensors]
+    yield from mean_of_tensors(rank, weights, mine.tensors, means)
     counters = mine.counters
     if counters.size:
         counters = yield from gather_largest(rank, [True] * world_size, counters)
-    return replace(mine, values=values, counters=counters)
+    return replace(mine, tensors=means, counters=counters)
 
 
 def average_at_the_end(
@@ -732,21 +775,11 @@ def average_at_the_end(
     """
     channel = stream.next()
     driver.end_training(channel)
-    tensors = weights.tensors()
-    staging = Staging(tensors)
-    mine = FinalModel(
-        values=staging.laid_out(tensors),
-        num_elements=staging.num_elements,
-        dtype=staging.dtype,
-        counters=weights.read_counters(),
-        weight=weight,
-    )
-    # Until the mean is complete the model is this rank's own.
-    means = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-    work = mean_of_final_models(driver.rank, driver.world_size, mine, into=staging.laid_out(means))
-    mean = driver.run(work, channel)
+    tensors, counters = weights.tensors(), weights.read_counters()
+    mine = FinalModel(tensors=tensors, counters=counters, weight=weight)
+    mean = driver.run(mean_of_final_models(driver.rank, driver.world_size, mine), channel)
     if mean is not mine:
-        for tensor, new in zip(tensors, means, strict=True):
+        for tensor, new in zip(tensors, mean.tensors, strict=True):
             tensor.copy_(new)
         weights.write_counters(mean.counters)
 

@@ -213,13 +213,14 @@ class OptimizerStates:
         """Which part of a running average is left after so many steps of the optimizer, for each
         parameter; None: the state is none, or the optimizer does not say.
         """
-        options: dict[torch.Tensor, Mapping[str, Any]] = {
-            parameter: group
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        }
+        options = self._options()
         factors = [_decay(name, options.get(parameter, {})) for parameter in self._parameters]
         return [None if factor is None else factor**num_steps for factor in factors]
+
+    def _options(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        """Of the optimizer, by parameter."""
+        groups = self._optimizer.param_groups
+        return {parameter: group for group in groups for parameter in group["params"]}
 
     def take(
         self, merged: Mapping[str, Sequence[torch.Tensor]], shares: Mapping[str, Sequence[float]]
@@ -230,8 +231,7 @@ class OptimizerStates:
             merged: the means, as `tensors`, by name. They become this optimizer's.
             shares: by name, for each parameter: above 0 where a rank had the state.
         """
-        groups = self._optimizer.param_groups
-        options = {parameter: group for group in groups for parameter in group["params"]}
+        options = self._options()
         singles = [name for name in merged if ":" in name]
         read = iter(read_numbers([tensor for name in singles for tensor in merged[name]]))
         numbers = {name: [next(read) for _ in self._parameters] for name in singles}
@@ -242,19 +242,18 @@ class OptimizerStates:
             state = self._optimizer.state.get(parameter, {})
             has_none = all(value is None for value in state.values())
             is_part = any(shares[name][number] for name in shares if name not in merged)
-            if not given or (has_none and is_part):
+            # One that this rank's optimizer does not step has a state that it could not save.
+            if not given or (has_none and is_part) or parameter not in options:
                 continue
-            if parameter not in options:
-                continue  # This rank's optimizer does not step it, and could not save its state.
             if has_none:
                 state = self._optimizer.state[parameter]
             for name, mean in given.items():
                 key, _, kind = name.partition(":")
                 if kind and (has_none or key in state):
                     before = state.get(key)
-                    is_whole = kind == "int" or _is_integer(before)
                     value = numbers[name][number]
-                    value = round(value) if is_whole else value
+                    if kind == "int" or _is_integer(before):
+                        value = round(value)
                     if isinstance(before, torch.Tensor):
                         before.fill_(value)
                     elif kind == "tensor":

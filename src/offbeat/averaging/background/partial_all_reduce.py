@@ -18,7 +18,7 @@ from offbeat.averaging.background.gradient_ledger import GradientLedger, UsedPar
 from offbeat.callbacks.context import Context
 from offbeat.codec.model_wire import Values
 from offbeat.errors import CheckpointError
-from offbeat.weights.model_weights import ModelWeights, Staging
+from offbeat.weights.model_weights import ModelWeights, Staging, dense_gradient
 
 
 class PartialAllReduce(BackgroundCallback):
@@ -54,7 +54,7 @@ class PartialAllReduce(BackgroundCallback):
             num_flags=len(context.parameters),
         )
         self._gradients = gradients
-        self._parameters = list(context.parameters.values())
+        self._parameters = [*weights.parameters.values()]
         self._averages_models = averages_models
 
     @override
@@ -99,17 +99,14 @@ class PartialAllReduce(BackgroundCallback):
 
     def _owe_gradients(self) -> None:
         """Add `param.grad` to what this rank owes."""
-        gradients = [None if p.grad is None else _dense(p.grad) for p in self._parameters]
-        if not any(gradient is not None for gradient in gradients):
-            return
-        likes = self._weights.tensors()
-        used = np.array([gradient is not None for gradient in gradients])
-        gradients += [None] * (len(likes) - len(gradients))  # buffers have no gradient
-        own = [
-            torch.zeros_like(like) if gradient is None else gradient
-            for gradient, like in zip(gradients, likes, strict=True)
-        ]
-        self._gradients.owe(self._staging.read(own), used)
+        used = np.array([parameter.grad is not None for parameter in self._parameters])
+        if used.any():
+            own = map(dense_gradient, self._parameters)
+            self._gradients.owe(self._staging.read([*own, *self._zeros_of_buffers()]), used)
+
+    def _zeros_of_buffers(self) -> list[torch.Tensor]:
+        """In the places of statistics, which have no gradient."""
+        return [*map(torch.zeros_like, self._weights.statistics())]
 
     def _write_gradients(self, update: Values | None, used: UsedParameters) -> None:
         """Write `update` into `param.grad`, or None where no rank used the parameter or it is
@@ -120,30 +117,19 @@ class PartialAllReduce(BackgroundCallback):
             for p in self._parameters
         ]
         if update is not None:
-            buffers = self._weights.tensors()[len(gradients) :]
-            self._staging.write_(update, [*gradients, *map(torch.empty_like, buffers)])
+            self._staging.write_(update, [*gradients, *self._zeros_of_buffers()])
         for parameter, gradient, is_used in zip(self._parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used and parameter.requires_grad else None
 
     def _by_name(self, values: Values | None) -> dict[str, torch.Tensor]:
-        weights = self._weights
-        tensors = [torch.zeros_like(tensor) for tensor in weights.tensors()]
+        tensors = [torch.zeros_like(tensor) for tensor in self._weights.tensors()]
         if values is not None:
             self._staging.write_(values, tensors)
-        return dict(zip(weights.names[: len(self._parameters)], tensors, strict=False))
+        return dict(zip(self._weights.parameters, tensors, strict=False))
 
     def _vector(self, by_name: Mapping[str, torch.Tensor]) -> Values:
-        weights = self._weights
-        likes = weights.tensors()
-        own = [
-            by_name[name].to(like)
-            for name, like in zip(weights.names[: len(by_name)], likes, strict=False)
-        ]
-        return self._staging.read([*own, *map(torch.zeros_like, likes[len(own) :])])
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+        own = [by_name[name].to(like) for name, like in self._weights.parameters.items()]
+        return self._staging.read([*own, *self._zeros_of_buffers()])
 
 
 def _always(version: int) -> bool:

@@ -278,15 +278,9 @@ class SharedModel:
         """
         with self._changed:
             self._num_since = 0
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None
-                    or self._skips_arrival
-                    or self._is_free
-                    or not must_wait(self._upcoming)
-                )
+            self._wait_for(
+                lambda: self._skips_arrival or self._is_free or not must_wait(self._upcoming)
             )
-            self.raise_failure()
             if self._skips_arrival:
                 self._credit = max(0, self._credit - 1)
                 return None
@@ -596,11 +590,7 @@ class SharedModel:
     def wait_until_begun(self, timeout_s: float) -> bool:
         """Wait until there is a model. Returns whether there is one."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._rule is not None or self._error is not None, timeout_s
-            )
-            self.raise_failure()
-            return self._rule is not None
+            return self._wait_for(lambda: self._rule is not None, timeout_s)
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Wait until something changes here, for `timeout_s` at most."""
@@ -647,11 +637,14 @@ class SharedModel:
     def _wait_in(
         self, epoch: int, until: Callable[[], bool], timeout_s: float | None = None
     ) -> bool:
-        self._changed.wait_for(
-            lambda: until() or self._error is not None or self.epoch != epoch, timeout_s
-        )
-        self.raise_failure()
+        self._wait_for(lambda: until() or self.epoch != epoch, timeout_s)
         return self.epoch == epoch
+
+    def _wait_for(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Returns whether it is so. Raises what the protocol has failed with."""
+        is_so = self._changed.wait_for(lambda: self._error is not None or until(), timeout_s)
+        self.raise_failure()
+        return is_so
 
     # What versions average. A subclass whose versions average something else overrides these, which
     # are called under the lock.
