@@ -100,7 +100,7 @@ class _TwoMeansReduction(Reduction):
         if not self._weight:
             return flat.zero_()
         total = self._total.to(self._own.device) / self.tally.weight
-        positive, negative = (total - self._own).tolist()
+        positive, negative = total - self._own
         return flat.add_(torch.where(flat < 0, -negative, positive).to(flat.dtype))
 
 
