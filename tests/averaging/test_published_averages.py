@@ -228,9 +228,7 @@ METHODS: dict[str, tuple[Strategy, Callable[[SimulatedRanks], Paper]]] = {
     ),
     "DaSGD": (
         LocalSGD(period=3, exchange="1x2"),
-        lambda ranks: Streaming(
-            ranks, PLAIN, interval=3, fragments=[range(6)], delay=2, mix=None
-        ),
+        lambda ranks: Streaming(ranks, PLAIN, interval=3, fragments=[range(6)], delay=2, mix=None),
     ),
     "Streaming DiLoCo": (
         LocalSGD(period=4, exchange="2x1x0.5", outer="diloco"),

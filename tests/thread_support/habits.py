@@ -93,7 +93,7 @@ def trained(strategy: Strategy, kind: str, num_ranks: int, then: int) -> torch.T
             for step in steps:
                 backward(net, optimizer, driver.rank, step).step()
             parts = [net.state_dict(), optimizer.state_dict(), session.state_dict()]
-            return copy.deepcopy((session.averaged_state_dict(), *parts)) + (vector_of(net),)
+            return (*copy.deepcopy((session.averaged_state_dict(), *parts)), vector_of(net))
 
     first = results_of(num_ranks, lambda driver: go_on(driver, range(STOP), []))
     states = [each[:4] for each in first]
