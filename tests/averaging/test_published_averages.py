@@ -15,6 +15,8 @@ from typing_extensions import override
 import offbeat
 from offbeat.strategies.base import Strategy
 from thread_support.habits import NUM_STEPS, STOP, SimulatedRanks, trained
+from thread_support.nets import make_model, step_of
+from thread_support.world import ThreadDriver, results_of, session_on
 
 LocalSGD = offbeat.LocalSGD
 
@@ -270,3 +272,44 @@ def test_states_are_averaged_as_in_the_paper(
 ) -> None:
     strategy = LocalSGD(period=2, warmup=0, optimizer_state=intervals)
     compare(strategy, lambda ranks: WithStates(ranks, 2, intervals), kind, num_ranks, then)
+
+
+OWING: dict[str, Strategy] = {
+    "DEF-SGD": offbeat.DEFSGD(ratio=4),
+    "DEF-SGD, each rank by itself": offbeat.DEFSGD(ratio=4, ahead=1.0),
+    "few changes": LocalSGD(period=2, warmup=0, codec=offbeat.WeightCodec(density=0.1)),
+    "few changes of fragments": LocalSGD(
+        period=2, exchange="2x0", codec=offbeat.WeightCodec(density=0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWING)
+def test_what_is_owed_of_weights_leads_to_the_same_model_however_many_ranks_go_on(
+    name: str,
+) -> None:
+    """Who learns nothing more ends where the mean of all anchors and what is owed leads."""
+
+    def go_on(driver: ThreadDriver, steps: range, lr: float, states: Sequence[Any]) -> Any:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        with session_on(driver, model, optimizer, OWING[name]) as session:
+            if states:
+                model.load_state_dict(states[0][0])
+                of_sessions = [each[1] for each in states]
+                session.load_state_dict(
+                    offbeat.reshard(of_sessions, driver.world_size, driver.rank)
+                )
+            for step in steps:
+                step_of(model, optimizer, driver.rank, step)
+            return session.averaged_state_dict(), session.state_dict()
+
+    states = results_of(3, lambda driver: go_on(driver, range(10), 0.05, []))
+    three, one, five = (
+        results_of(num, lambda driver: go_on(driver, range(10, 50), 0.0, states))[0][0]
+        for num in (3, 1, 5)
+    )
+    torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(five, three, rtol=1e-9, atol=1e-9)
+    moved = [float((three[key] - begun).abs().max()) for key, begun in states[0][0].items()]
+    assert (max(moved) > 1e-3) != (name == "DEF-SGD, each rank by itself")

@@ -132,8 +132,8 @@ class Average:
 class _Within(Driver):
     """Has collectives carried out as parts of the work of a group, among those who do it."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.world_size = rank, 1
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self._begun: list[_Part[Any]] = []
 
     @override
@@ -198,7 +198,8 @@ class MeanOfMembers(WeightExchange):
         self._record_wait = context.record_wait
         self.samples = self.steps = 0
         self.average: Average | None = None
-        self._within, self._is_encoded = _Within(self._rank), False
+        self._within = _Within(self._rank, context.driver.world_size)
+        self._is_encoded = False
         peers = Everyone(self._within, Stream(0))
         self._codec = coded_changes(context.parameters, codec, peers)
 

@@ -215,7 +215,6 @@ class StreamingMean(WeightExchange):
                 ):
                     state["replicated"][f"arrived/{name}"] = mean
                     state["local"][f"begun/{name}"] = begun
-        state["replicated"]["world_size"] = self._peers.driver.world_size
         return state
 
     @override
@@ -226,7 +225,7 @@ class StreamingMean(WeightExchange):
         """
         self._under_way = None
         replicated, local = state["replicated"], state["local"]
-        is_another_world = replicated.get("world_size") != self._peers.driver.world_size
+        is_another_world = local.get("world_size") != self._peers.driver.world_size
         arrived = {key for key in replicated if key.startswith("arrived/")}
         for place, fragment in enumerate(self._fragments):
             fragment.forget()
