@@ -53,6 +53,7 @@ class Worker:
         quorum: Quorum = Quorum(),
         codec: offbeat.WeightCodec | None = None,
         begins_with: float = 0.0,
+        world_size: int = 3,
     ) -> None:
         self.rank, self.store = rank, store
         self.x = torch.nn.Parameter(torch.full((5,), begins_with, dtype=torch.float64))
@@ -65,7 +66,7 @@ class Worker:
         self.notices = Notices(rank=rank)
         context = Context(
             parameters={"x": self.x},
-            driver=cast(Driver, SimpleNamespace(rank=rank, world_size=3)),
+            driver=cast(Driver, SimpleNamespace(rank=rank, world_size=world_size)),
             new_stream=lambda: Stream(0),
             notices=self.notices,
             optimizer=torch.optim.SGD([self.x], lr=0.5),
@@ -576,6 +577,17 @@ def test_a_resumed_run_still_owes() -> None:
         new.part.load_state_dict(old.part.state_dict())
         assert old.owed.any()
         assert new.owed.equal(old.owed)
+
+
+def test_with_another_number_of_workers_the_mean_of_what_is_owed_stays() -> None:
+    workers = crew(3, codec=CODECS["sparse"])
+    no_errors(together(workers, [steps(1, 1), steps(3, 3), steps(2, 2)]))
+    alone = Worker(0, HashStore(), codec=CODECS["sparse"], world_size=1)
+    no_errors(together([alone], [joins]))
+    states = [{"strategy": "localsgd", "callbacks": {"x": w.part.state_dict()}} for w in workers]
+    alone.part.load_state_dict(offbeat.reshard(states, 1, 0)["callbacks"]["x"])
+    assert alone.owed.any()
+    torch.testing.assert_close(alone.owed, torch.stack([each.owed for each in workers]).mean(0))
 
 
 def test_one_that_joins_owes_nothing_and_hears_all() -> None:

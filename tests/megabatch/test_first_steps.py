@@ -1,5 +1,5 @@
 """AdaptiveSGD's first steps, on a virtual cluster: with gradients averaged they are those of one
-worker with all samples, and batch sizes follow speeds.
+worker with all samples, and batch sizes follow speeds. And ElasticSGD against its paper's steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from offbeat.megabatch.loader import DispatchLoader, order_of
 from offbeat.membership.agreement import Generation
 from offbeat.simulation.virtual import VirtualCluster
 from offbeat.simulation.virtual_driver import VirtualThread
-from offbeat.strategies.adaptive import AdaptiveSGD
+from offbeat.strategies.adaptive import AdaptiveSGD, MegaBatchStrategy
+from offbeat.strategies.elasticsgd import ElasticSGD
 from offbeat.transport.operations import Collective, Sleep
 
 SPEEDS = (4.0, 2.0, 1.0, 1.0)
@@ -68,7 +69,7 @@ class Worker:
         self,
         driver: VirtualThread,
         store: HashStore,
-        strategy: AdaptiveSGD,
+        strategy: MegaBatchStrategy,
         *,
         kind: str = "SGD",
         skips: Callable[[int, int], bool] = lambda rank, step: False,
@@ -144,7 +145,7 @@ class Worker:
 
 def trained(
     num_steps: int,
-    strategy: AdaptiveSGD,
+    strategy: MegaBatchStrategy,
     *,
     resumed: Sequence[Any] | None = None,
     save_after: int = -1,
@@ -243,6 +244,28 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
         assert mine.batches == theirs.batches[4:]
         for one, other in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_elastic_sgd_takes_the_mean_of_all_models_after_each_mega_batch(kind: str) -> None:
+    """A pass has three of them, whose last batches are smaller."""
+    workers = trained(13, ElasticSGD(mega_batch=12), kind=kind)
+    alone = [model_and_optimizer(kind) for _ in workers]
+    for step in range(12):
+        for (model, optimizer), worker in zip(alone, workers, strict=True):
+            assert (len(worker.batches[step]) == BASE) == (step % 4 < 3)
+            optimizer.zero_grad()
+            loss_of(model, worker.batches[step]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        if step % 4 == 3:
+            for parameters in zip(*(model.parameters() for model, _ in alone), strict=True):
+                mean = torch.stack([each.detach() for each in parameters]).mean(0)
+                for parameter in parameters:
+                    parameter.detach().copy_(mean)
+    for (model, _), worker in zip(alone, workers, strict=True):
+        torch.testing.assert_close([*worker.model.parameters()], [*model.parameters()])
+    seen = [sample for worker in workers for batch in worker.batches for sample in batch]
+    assert sorted(seen) == list(range(SAMPLES))
 
 
 def test_the_published_rule_and_no_warmup_merge_models() -> None:

@@ -46,7 +46,7 @@ def test_steps_are_those_of_the_paper_with_averages_of_weights() -> None:
         if (step + 1) % PERIOD == 0:
             weights = [torch.stack(weights).mean(0)] * NUM_RANKS
         for found, right in zip(results, weights, strict=True):
-            torch.testing.assert_close(found[step], right, rtol=1e-7, atol=1e-7)
+            torch.testing.assert_close(found[step], right, rtol=1e-12, atol=1e-12)
     assert not torch.equal(results[0][0], results[1][0])
 
 

@@ -136,8 +136,8 @@ class Average:
 class _Within(Driver):
     """Has collectives carried out as parts of the work of a group, among those who do it."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.world_size = rank, 1
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self._begun: list[_Part[Any]] = []
 
     @override
@@ -197,7 +197,9 @@ class MeanOfMembers(WeightExchange):
         codec: WeightCodec | None = None,
         context: Context,
     ) -> None:
-        self._within, self._is_encoded = _Within(context.driver.rank), False
+        driver = context.driver
+        self._within = _Within(driver.rank, driver.world_size)
+        self._is_encoded = False
         peers = Everyone(self._within, Stream(0))
         super().__init__(rule=rule, changes=coded_changes(context.parameters, codec, peers))
         self.weights, self.group = weights, group

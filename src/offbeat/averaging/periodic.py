@@ -159,7 +159,8 @@ class EncodedChanges:
         reduce_by: Callable[[Bucket, Everyone], Reduction],
         peers: Everyone,
     ) -> None:
-        self._rank, self._names = peers.driver.rank, tuple(parameters)
+        self._rank, self._world_size = peers.driver.rank, peers.driver.world_size
+        self._names = tuple(parameters)
         parts = {name: real(parameter) for name, parameter in parameters.items()}
         wide = {
             name: torch.nn.Parameter(
@@ -237,22 +238,27 @@ class EncodedChanges:
 
     def state(self) -> CallbackState:
         """What is owed, and what selection remembers."""
-        state: CallbackState = {"additive": {}, "local": {}, "replicated": {}}
+        local = {"world_size": self._world_size}
+        state: CallbackState = {"additive": {}, "local": local, "replicated": {}}
         for reduction in self.reductions:
             state["additive"] |= reduction.additive_state()
             state["local"] |= reduction.local_state()
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Inverse of `state`; of what is additive or local there may be other keys too. Raises
-        `CheckpointError`.
+        """Inverse of `state`; of what is additive or local there may be other keys too. With
+        another number of ranks than before the mean of what is owed is preserved, and not the sum,
+        since the mean is what the model that all share is to move by. Raises `CheckpointError`.
         """
         owed = {key: value.shape for key, value in self.state()["additive"].items()}
-        saved = state["additive"]
+        saved, local = state["additive"], state["local"]
+        ratio = self._world_size / local.get("world_size", self._world_size)
         if any(key not in saved or saved[key].shape != shape for key, shape in owed.items()):
             raise _another_codec()
         for reduction in self.reductions:
-            reduction.load(saved, state["local"])
+            reduction.load(saved, local)
+            if reduction.residual is not None:
+                reduction.residual.mul_(ratio)
 
 
 def _another_codec() -> CheckpointError:

@@ -217,9 +217,13 @@ class StreamingMean(WeightExchange):
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """With other fragments than before, what was under way is given up."""
+        """With other fragments than before, what was under way is given up. With another number of
+        ranks all of them go on from the averaged model, which began where the means lead from the
+        anchor.
+        """
         self._under_way = None
         replicated, local = state["replicated"], state["local"]
+        is_another_world = local.get("world_size") != self._peers.driver.world_size
         arrived = {key for key in replicated if key.startswith("arrived/")}
         for place, fragment in enumerate(self._fragments):
             fragment.forget()
@@ -234,9 +238,12 @@ class StreamingMean(WeightExchange):
             if arrived and arrived == {f"arrived/{name}" for name in fragment.parameters}:
                 self._under_way = place
                 for name, parameter in fragment.parameters.items():
+                    mean = replicated[f"arrived/{name}"].clone()
                     begun = local.get(f"begun/{name}", parameter)  # a rank that was not there
+                    if is_another_world:
+                        begun = fragment.rule.anchor[name] + mean
                     fragment.begun.append(begun.detach().clone().to(parameter))
-                    fragment.means.append(replicated[f"arrived/{name}"].clone())
+                    fragment.means.append(mean)
 
     @property
     @override

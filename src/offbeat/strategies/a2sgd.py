@@ -12,8 +12,9 @@ which only two numbers are shared. After every `period` steps parameters are ave
 Cost per step: an all-reduce of two numbers for each bucket of gradients, overlapped with backward,
 and two passes over the gradient; each `period`, an all-reduce of the model.
 
-Differences from the paper: replicas are brought together again; it has no averages of parameters.
-Where several ranks have samples, P and Q are weighted by them; a rank without any applies nothing.
+Differences from the paper: each bucket has two numbers of its own, where the paper has two of the
+whole gradient; replicas are brought together again; it has no averages of parameters. Where several
+ranks have samples, P and Q are weighted by them; a rank without any applies nothing.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class _TwoMeansReduction(Reduction):
         if not self._weight:
             return flat.zero_()
         total = self._total.to(self._own.device) / self.tally.weight
-        positive, negative = (total - self._own).tolist()
+        positive, negative = total - self._own
         return flat.add_(torch.where(flat < 0, -negative, positive).to(flat.dtype))
 
 

@@ -9,8 +9,9 @@ The slowest rank decides when a mega-batch ends.
 
 Cost per mega-batch: one mean of the weights. A worker's death ends nothing, as under Adaptive SGD.
 
-Difference from elastic averaging (arXiv 1412.6651): no elastic force; the mean replaces every
-model, as in that comparison.
+Difference from the comparison: the last batch of a rank in a mega-batch may be smaller, at the same
+learning rate. Difference from elastic averaging (arXiv 1412.6651): no elastic force; the mean
+replaces every model, as in that comparison.
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ class LocalAdam(Callback, TakeMean):
         self._rates = dict.fromkeys(self.anchor, 0.0)  # of what is summed up
         self._last_rates = dict.fromkeys(self.anchor, 0.0)  # 0 before the first step
         self._before = dict.fromkeys(self.anchor, 0.0)  # steps that Adam has gathered moments in
+        self._is_own = True  # whether what is summed up is what this rank has
         self._hidden = HiddenGradients()
 
     def _groups(self) -> Mapping[str, dict[str, Any]]:
@@ -169,13 +170,19 @@ class LocalAdam(Callback, TakeMean):
 
     def _begin(self) -> None:
         """Where ranks are alike, whatever has been written into parameters is the same on all."""
+        groups = self._groups()
         for name, parameter in self._parameters.items():
             anchor = self.anchor[name]
             if not self._rates[name]:
                 is_same = anchor.to(parameter.dtype) == parameter
                 anchor.copy_(torch.where(is_same, anchor, parameter))
+            elif not self._is_own and name in groups:
+                divisor = self._divisor(name, groups[name])
+                moved = anchor - parameter
+                self.sums[name].copy_(moved.mul_(divisor).masked_fill_(divisor.isinf(), 0))
             if not self._num_steps:
                 self._before[name] = float(self._optimizer.state.get(parameter, {}).get("step", 0))
+        self._is_own = True
 
     @override
     @torch.no_grad()
@@ -283,7 +290,10 @@ class LocalAdam(Callback, TakeMean):
         }
         anchors = {f"anchor/{name}": each for name, each in self.anchor.items()}
         sums = {f"sum/{name}": each for name, each in self.sums.items()}
-        return {"replicated": {**anchors, **numbers, "num_steps": self._num_steps}, "local": sums}
+        driver = self._peers.driver
+        counts = {"num_steps": self._num_steps, "world_size": driver.world_size}
+        replicated = {**anchors, **numbers, **counts}
+        return {"replicated": replicated, "local": {**sums, "rank": driver.rank}}
 
     @property
     def _numbers(self) -> dict[str, dict[str, float]]:
@@ -291,7 +301,12 @@ class LocalAdam(Callback, TakeMean):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        saved = state["replicated"]
+        """A rank that finds another one's state, or one of another number of ranks, has made what
+        leads from the anchor to the model that it goes on from.
+        """
+        saved, driver = state["replicated"], self._peers.driver
+        saved_by = state["local"]["rank"], saved["world_size"]
+        self._is_own = saved_by == (driver.rank, driver.world_size)
         self._num_steps = int(saved["num_steps"])
         for name, anchor in self.anchor.items():
             anchor.copy_(saved[f"anchor/{name}"])
