@@ -22,7 +22,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -110,29 +109,38 @@ class ModelListener:
         """The script takes no more steps. Its sessions are about to end."""
 
 
-@dataclass(kw_only=True, eq=False)
 class _Coupled:
     """A DDP model and its session.
+
+    Args:
+        ddp: the model.
+        session: at work on what it wraps.
+        optimizer: the attached one; None: there was none.
 
     Attributes:
         ddp: may have gone: a script that wraps its model anew keeps the first wrapper no longer.
         module: what it wraps.
+        session, optimizer: as given.
         parameters: the ids of its parameters.
         wholes: the ids of the modules that have all of them: itself, and what torch.compile wraps.
-        session: at work on that.
-        optimizer: the attached one; None: there was none.
         evaluation: the mean, where ranks' models differ.
         stepped: optimizers that have stepped the module's parameters since its last forward pass.
     """
 
-    ddp: Callable[[], DistributedDataParallel | ShardedModule | None]
-    module: torch.nn.Module
-    parameters: frozenset[int]
-    wholes: frozenset[int]
-    session: ExchangeSession
-    optimizer: torch.optim.Optimizer | None
-    evaluation: EvaluationWeights | None
-    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    def __init__(
+        self,
+        ddp: DistributedDataParallel | ShardedModule,
+        session: ExchangeSession,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.ddp = weakref.ref(ddp)
+        self.module: torch.nn.Module = ddp.module
+        self.parameters = frozenset(map(id, self.module.parameters()))
+        held = {id(each): len([*each.parameters()]) for each in self.module.modules()}
+        self.wholes = {each for each, num in held.items() if num == len(self.parameters)}
+        self.session, self.optimizer = session, optimizer
+        self.evaluation: EvaluationWeights | None = None
+        self.stepped: list[torch.optim.Optimizer] = []
 
     def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
         return not self.parameters.isdisjoint(map(id, parameters))
@@ -388,17 +396,7 @@ class ScriptSessions(ScriptListener):
         session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
         if session is None:
             return None
-        parameters = frozenset(map(id, model.parameters()))
-        held = {id(module): len([*module.parameters()]) for module in model.modules()}
-        coupled = _Coupled(
-            ddp=weakref.ref(ddp),
-            module=model,
-            parameters=parameters,
-            wholes=frozenset(each for each, num in held.items() if num == len(parameters)),
-            session=session,
-            optimizer=optimizer,
-            evaluation=None,
-        )
+        coupled = _Coupled(ddp, session, optimizer)
         self._coupled.append(coupled)
         if isinstance(session, Session):
             self._end_those_gone(session)

@@ -383,11 +383,11 @@ def begun_by_first(coordinator: Coordinator, begin: Callable[[], Path]) -> Path:
             directory = begin().resolve()
         except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
             problem = str(error)
-    problem = coordinator.all_gather("problem", problem)[0]
-    directory = Path(coordinator.all_gather("directory", str(directory))[0])
+    told = coordinator.all_gather("begun", json.dumps([problem, str(directory)]))[0]
+    problem, begun = json.loads(told)
     if problem:
         raise RecordError(problem)
-    return directory
+    return Path(begun)
 
 
 def shared_record(
