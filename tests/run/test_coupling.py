@@ -388,6 +388,57 @@ def test_a_model_that_is_wrapped_anew_is_stepped_by_the_newer_optimizer(stack: E
     assert script.heard.optimizers == optimizers
 
 
+def trained(
+    strategy: Strategy, *, wraps_anew: bool = False, by_closure: bool = False
+) -> list[torch.Tensor]:
+    """A model after eight steps of a script."""
+    torch.manual_seed(0)
+    with ExitStack() as stack:
+        Script(strategy, stack)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ddp = DistributedDataParallel(model)
+        for number in range(8):
+            if wraps_anew and number == 4:
+                ddp = DistributedDataParallel(model)
+
+            def closure(ddp: nn.Module = ddp, x: torch.Tensor = torch.rand(4, 3)) -> float:
+                optimizer.zero_grad()
+                loss = ddp(x).square().sum()
+                loss.backward()
+                return loss.item()
+
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        offbeat.GTopK(density=0.2, collective="tree"),
+        offbeat.EF21(density=0.2),
+        offbeat.LocalSGD(period=3, outer="diloco"),
+        offbeat.SPDKFAC(),
+    ],
+    ids=lambda each: each.name,
+)
+def test_a_strategy_keeps_its_state_where_a_model_is_wrapped_anew(
+    group: None, strategy: Strategy
+) -> None:
+    """As what it owes, or what it has taken over of the optimizer's state."""
+    once, anew = trained(strategy), trained(strategy, wraps_anew=True)
+    torch.testing.assert_close(anew, once)
+
+
+def test_the_first_step_by_a_closure_is_like_any_other(group: None) -> None:
+    strategy = offbeat.SPDKFAC()
+    torch.testing.assert_close(trained(strategy, by_closure=True), trained(strategy))
+
+
 def test_two_models_have_a_session_each(stack: ExitStack) -> None:
     script = Script(offbeat.AllReduce(), stack)
     models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]

@@ -223,7 +223,6 @@ class ScriptSessions(ScriptListener):
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
         with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
-            optimizer.register_step_pre_hook(self._note_step)
             self._carried.watch(optimizer)
 
     @override
@@ -350,6 +349,17 @@ class ScriptSessions(ScriptListener):
         if not torch.is_grad_enabled() or isinstance(ddp.module, DistributedDataParallel):
             return  # of several wrappers around each other the innermost one has the model
         self._listener.samples_seen(ddp.module, args)
+        coupled = self._couple(ddp)
+        if coupled is None:
+            return
+        coupled.stepped.clear()
+        if coupled.evaluation is not None:
+            coupled.evaluation.training_goes_on()
+        if isinstance(coupled.session, Session):
+            ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
+
+    def _couple(self, ddp: DistributedDataParallel | ShardedModule) -> _Coupled | None:
+        """The session of a model that is about to train, which is attached if there is none."""
         coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
         older, newer = self._optimizers[: self._num_older], self._optimizers[self._num_older :]
         living = (reference() for reference in newer + older)
@@ -366,20 +376,14 @@ class ScriptSessions(ScriptListener):
             coupled = None
         if coupled is None:
             if not any(parameter.requires_grad for parameter in ddp.module.parameters()):
-                return  # a teacher's, or a critic's while its generator is trained
+                return None  # a teacher's, or a critic's while its generator is trained
             wrapped = _Wrapped("model")
             if isinstance(ddp, DistributedDataParallel):
                 wrapped = self._wrapped.get(ddp, _Wrapped())
             with _unfrozen(wrapped.trained):
                 optimizer = _optimizer_of(ddp.module, candidates)
                 coupled = self._attach(ddp, optimizer, wrapped.adopted)
-            if coupled is None:
-                return
-        coupled.stepped.clear()
-        if coupled.evaluation is not None:
-            coupled.evaluation.training_goes_on()
-        if isinstance(coupled.session, Session):
-            ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
+        return coupled
 
     def _attach(
         self,
@@ -392,6 +396,8 @@ class ScriptSessions(ScriptListener):
             return None  # an evaluation, perhaps on one rank alone
         for other in list(self._coupled):
             if other.has_any_of(model.parameters()):
+                if other.optimizer is optimizer is not None and isinstance(other.session, Session):
+                    self._carried.hand_on(optimizer, other.session)
                 self._end(other, None, averages=True)
         session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
         if session is None:
@@ -461,13 +467,19 @@ class ScriptSessions(ScriptListener):
 
     # Steps
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    @override
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         is_coupled = False
         for coupled in self._coupled:
             if coupled.has_any_of(_parameters_of(optimizer)):
                 is_coupled = True
                 if optimizer not in coupled.stepped:
                     coupled.stepped.append(optimizer)
+        if has_closure:  # its forward pass comes within the step, when hooks are too late for it
+            mine = {id(parameter) for parameter in _parameters_of(optimizer)}
+            for ddp in list(self._wrapped):
+                if not mine.isdisjoint(map(id, ddp.module.parameters())):
+                    is_coupled = self._couple(ddp) is not None or is_coupled
         if is_coupled or optimizer in self._steppers:
             return
         stepped = {id(p) for p in _parameters_of(optimizer) if p.grad is not None}
@@ -564,6 +576,9 @@ class CarriedStates:
         optimizer.state_dict()        has one entry more, "offbeat": this rank's state
         optimizer.load_state_dict()   keeps that entry for the session that is attached later
 
+    Where a script wraps its model anew the next session of the same optimizer is handed the state,
+    too.
+
     Nothing is exchanged for that, since scripts often save on one rank alone. Then all ranks find
     that rank's state: what is the same on all of them is complete, and what each rank owes, or has
     alone of the optimizer's state, is there for that one rank only. The others begin without, and
@@ -610,6 +625,10 @@ class CarriedStates:
             session.load_state_dict(share_of(carried, session.rank, session.world_size))
         except CheckpointError as error:
             LOGGER.warning("%s begins without the state of the checkpoint: %s", name, error)
+
+    def hand_on(self, optimizer: torch.optim.Optimizer, session: Session) -> None:
+        """`session` is about to end, and the next one of `optimizer` goes on with its state."""
+        self._loaded[optimizer] = session.state_dict()
 
     def detached(self, optimizer: torch.optim.Optimizer) -> None:
         """The session has ended."""

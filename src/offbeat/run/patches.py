@@ -19,6 +19,9 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
   when it is called. Of a mesh of two dimensions (HSDP) it is given the one along which it shards:
   along the other one FSDP would exchange gradients.
 - `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
+- `register_optimizer_step_pre_hook`, which is public: to know of each step. A session is attached
+  there where a closure makes the first forward pass: its own hooks have to be on the optimizer
+  before the step.
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
 - `Tensor.backward`: the tensor that it is called on is the loss, for the record.
@@ -50,6 +53,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d, fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
@@ -81,6 +85,9 @@ class ScriptListener:
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """It has made an optimizer."""
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """`optimizer.step()` was called, and none of the optimizer's own hooks has run."""
 
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         """It has made a scaler of losses."""
@@ -168,6 +175,8 @@ def patched(
             (torch.nn.Module, "train", listener.mode_changed),
         ):
             put(owner, name, _then(getattr(owner, name), tell))
+        before_step = register_optimizer_step_pre_hook(_before_step(listener))
+        stack.callback(before_step.remove)
         put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener, exchanges))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
@@ -321,6 +330,16 @@ def _then(original: Callable[..., Any], tell: Callable[[Any], None]) -> Callable
         return result
 
     return both
+
+
+def _before_step(listener: ScriptListener) -> Callable[..., None]:
+    def before_step(
+        optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        listener.step_begins(optimizer, has_closure=callable(closure))
+
+    return before_step
 
 
 def _backward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
