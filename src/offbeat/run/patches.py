@@ -165,7 +165,7 @@ def patched(
         if not exchanges:
             put(dist, "Reducer", _reducer_for(listener))
             put(dist, "Logger", IdleReducer)
-            put(ddp, CALLS_MODULE_OF_DDP, _call_module)
+            put(ddp, CALLS_MODULE_OF_DDP, lambda model, *args, **kw: model.module(*args, **kw))
             for name in ("register_comm_hook", REGISTERS_BUILTIN_HOOK):
                 put(ddp, name, lambda model, *_, **__: listener.hook_ignored(model))
             put(ddp, "join", _refuse_join)
@@ -307,10 +307,6 @@ def _pre_forward(
         return original(self, *args, **kwargs)
 
     return pre_forward
-
-
-def _call_module(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    return self.module(*args, **kwargs)
 
 
 def _refuse_join(self: DistributedDataParallel, *_: Any, **__: Any) -> Any:
