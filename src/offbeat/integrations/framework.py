@@ -23,12 +23,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.callbacks.module_hook import ModuleHook
-from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.errors import UnsupportedError
 from offbeat.run.evaluation import EvaluationWeights
+from offbeat.session.attach import strategy_of
 from offbeat.session.session import Session
 from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.by_name import build_strategy, parse_spec
 from offbeat.strategies.registry import REGISTRY
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from offbeat.torch_private import active_ddp_module
@@ -159,13 +159,7 @@ def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> 
         ConfigError: there is no such strategy, or option of it.
         UnsupportedError: it shares samples out, while the framework divides its data itself.
     """
-    if isinstance(strategy, str):
-        strategy = build_strategy(*parse_spec(strategy))
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(
-            f"strategy must be one such as offbeat.GTopK(density=0.001), or its name, got"
-            f" {strategy!r}; did you pass the class?"
-        )
+    strategy = strategy_of(strategy)
     if strategy.shares_samples:
         raise UnsupportedError(
             f"{strategy.name} shares samples out to whichever worker is free, and here the"
