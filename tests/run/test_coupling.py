@@ -439,6 +439,25 @@ def test_the_first_step_by_a_closure_is_like_any_other(group: None) -> None:
     torch.testing.assert_close(trained(strategy, by_closure=True), trained(strategy))
 
 
+@pytest.mark.parametrize("strategy", [offbeat.GTopK(density=1.0), offbeat.AllReduce()])
+def test_clipping_by_value_is_refused_where_entries_are_selected_before(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    Script(strategy, stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    other = nn.Linear(3, 1)
+    (ddp(X) + other(X)).sum().backward()
+    nn.utils.clip_grad_value_(other.parameters(), 0.5)
+    if strategy == offbeat.AllReduce():
+        nn.utils.clip_grad_value_(ddp.parameters(), clip_value=0.5)
+        optimizer.step()
+        assert [p.grad.max().item() for p in ddp.parameters() if p.grad is not None] == [0.5, 0.5]
+    else:
+        with pytest.raises(UnsupportedError, match="clips gradients by value"):
+            nn.utils.clip_grad_value_(ddp.parameters(), 0.5)
+
+
 def test_two_models_have_a_session_each(stack: ExitStack) -> None:
     script = Script(offbeat.AllReduce(), stack)
     models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]

@@ -78,6 +78,8 @@ PLACES: list[tuple[object, str]] = [
     (torch.Tensor, "backward"),
     (torch.nn.utils, "clip_grad_norm_"),
     (torch.nn.utils.clip_grad, "clip_grad_norm_"),
+    (torch.nn.utils, "clip_grad_value_"),
+    (torch.nn.utils.clip_grad, "clip_grad_value_"),
     (dist, "destroy_process_group"),
     (distributed_c10d, "destroy_process_group"),
 ]

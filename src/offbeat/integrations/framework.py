@@ -171,16 +171,6 @@ def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> 
     return strategy
 
 
-def refuse_clipping_by_value(strategy: Strategy) -> None:
-    """Raise `UnsupportedError` where a loop clips gradients by value that `strategy` has sent."""
-    if isinstance(strategy, SparseGradientStrategy):
-        raise UnsupportedError(
-            f"the loop clips gradients by value, and {strategy.name} has selected entries by then,"
-            " so that what is cut off of them would come back; clip by norm, or choose a strategy"
-            " that sends whole gradients"
-        )
-
-
 def names_for_frameworks() -> list[str]:
     """The strategies that work where the framework divides the data."""
     return [name for name, kind in REGISTRY.items() if not kind.shares_samples]

@@ -34,7 +34,7 @@ from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.run.children import ChildFunction
 from offbeat.run.evaluation import EvaluationWeights
 from offbeat.run.patches import ScriptListener
-from offbeat.run.recipes import ScriptRecipe, ShardedModule
+from offbeat.run.recipes import ScriptRecipe, ShardedModule, refuse_clipping_by_value
 from offbeat.run.step_recorder import ExchangeSession
 from offbeat.session.session import Adopted, Session
 from offbeat.session.state import reshard
@@ -261,6 +261,12 @@ class ScriptSessions(ScriptListener):
             ):
                 return coupled.session.clip_as_loop_does(max_norm)
         return None
+
+    @override
+    def clips_by_value(self, parameters: Sequence[torch.Tensor]) -> None:
+        for coupled in self._coupled:
+            if isinstance(coupled.session, Session) and coupled.has_any_of(parameters):
+                refuse_clipping_by_value(coupled.session.strategy)
 
     @override
     def exchange_prepared(self, reducer: object) -> None:

@@ -27,6 +27,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
 - `Tensor.backward`: the tensor that it is called on is the loss, for the record.
 - `torch.nn.utils.clip_grad_norm_`: where entries are selected within `backward()`, what it shortens
   comes back from the residual. It becomes the strategy's `clip_norm`.
+- `torch.nn.utils.clip_grad_value_`: it is refused there, since that cannot be done before entries
+  are selected.
 - `torch.distributed.destroy_process_group`: sessions end before the default group does; and groups
   are kept until the script has ended, since DDP's reducer must not be the last that refers to one.
   It waits then for gloo's threads and holds the interpreter's lock, which they need to let go of a
@@ -109,6 +111,9 @@ class ScriptListener:
         """
         return None
 
+    def clips_by_value(self, parameters: Sequence[torch.Tensor]) -> None:
+        """It wants to clip each element of the gradients of `parameters`."""
+
     def exchange_prepared(self, reducer: object) -> None:
         """DDP, or the script itself, told a reducer that the next backward pass exchanges."""
 
@@ -180,8 +185,10 @@ def patched(
         put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener, exchanges))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
+        clip_value = _clip_value(torch.nn.utils.clip_grad_value_, listener)
         for module in (torch.nn.utils, clip_grad):
             put(module, "clip_grad_norm_", clip)
+            put(module, "clip_grad_value_", clip_value)
         kept: list[dist.ProcessGroup | None] = []
         stack.callback(kept.clear)
         destroy = _destroy(dist.destroy_process_group, listener, kept)
@@ -357,11 +364,27 @@ def _clip(original: Callable[..., Any], listener: ScriptListener) -> Callable[..
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = _listed(parameters)
         norm = listener.clips(given, float(max_norm), float(norm_type))
         return original(given, max_norm, norm_type, *args, **kwargs) if norm is None else norm
 
     return clip_grad_norm_
+
+
+def _clip_value(original: Callable[..., None], listener: ScriptListener) -> Callable[..., None]:
+    @wraps(original)
+    def clip_grad_value_(
+        parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> None:
+        given = _listed(parameters)
+        listener.clips_by_value(given)
+        original(given, *args, **kwargs)
+
+    return clip_grad_value_
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _destroy(
