@@ -220,7 +220,10 @@ def make_loader(
     )
     if policy is None:
         others = [each for each in callbacks if isinstance(each, LockstepLoader)]
-        if sum(each.has_read(source.loader.dataset) for each in others) == 1:
+        older = [each for each in others if each.has_read(source.loader.dataset)]
+        for each in older:
+            each.close()  # its processes; it starts others if it is iterated again
+        if len(older) == 1:
             notify(
                 "session.loader was called for data of which a loader of this session has given out"
                 " an epoch: the new one begins with epoch 0 again, in the same order, and the other"
