@@ -423,6 +423,7 @@ def trained(
         offbeat.EF21(density=0.2),
         offbeat.LocalSGD(period=3, outer="diloco"),
         offbeat.SPDKFAC(),
+        offbeat.DeAR(),
     ],
     ids=lambda each: each.name,
 )

@@ -203,6 +203,17 @@ class ScriptSessions(ScriptListener):
     # What the script does
 
     @override
+    def ddp_begins(self, module: torch.nn.Module) -> None:
+        for coupled in self._coupled:
+            session = coupled.session
+            if (
+                isinstance(session, Session)
+                and not session.acting.replicas_differ
+                and coupled.has_any_of(module.parameters())
+            ):
+                session.finish()  # what each rank has a part of is whole, as at the end
+
+    @override
     def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
         self.num_ddp_models += 1
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]

@@ -71,6 +71,9 @@ from offbeat.torch_private import (
 class ScriptListener:
     """Hears what a script does. Does nothing unless a subclass overrides it."""
 
+    def ddp_begins(self, module: torch.nn.Module) -> None:
+        """The script wraps `module`, and DDP is about to write rank 0's values into it."""
+
     def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
         """The script has wrapped a model; `copied`: DDP has made it rank 0's on all ranks, as it
         does unless it was made with `init_sync=False`.
@@ -291,8 +294,9 @@ def _ddp_init(
                     f"DistributedDataParallel({option}=...) exchanges gradients in a way of its"
                     " own, which no strategy can take over; leave it out"
                 )
-        original(self, *args, **{**kwargs, **options})
         asked = signature.bind(self, *args, **kwargs).arguments
+        listener.ddp_begins(asked["module"])
+        original(self, *args, **{**kwargs, **options})
         listener.ddp_made(self, bool(asked.get("init_sync", True)))
 
     return init
