@@ -90,7 +90,7 @@ class ModelListener:
     ) -> None:
         """`session` is at work on `model`, which `optimizer` steps."""
 
-    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
         """`backward` is called on `loss`, which is `scale` times the script's."""
 
     def backward_ended(self) -> None:
@@ -250,8 +250,10 @@ class ScriptSessions(ScriptListener):
 
     @override
     def backward_begins(self, loss: torch.Tensor) -> None:
-        scaler = self._newest_scaler()
-        self._listener.loss_seen(loss, 1.0 if scaler is None else scaler.get_scale())
+        scale: float | torch.Tensor = 1.0
+        if (scaler := self._newest_scaler()) is not None:  # `get_scale` would wait for the device
+            scale = scaler.scale(torch.ones((), device=loss.device))
+        self._listener.loss_seen(loss, scale)
 
     @override
     def backward_ended(self) -> None:

@@ -180,7 +180,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             self._num_samples += len(tensors[0]) if tensors and tensors[0].dim() else 0
         self._begin_step()
 
-    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
         """`backward` is called on `loss`, which is `scale` times the script's."""
         self._begin_step()
         if self._is_attached and loss.numel() == 1:
