@@ -154,7 +154,7 @@ class ComparedScript(ScriptRecorder):
         self._backward = ExitStack()
 
     @override
-    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
         super().loss_seen(loss, scale)
         recorder = self._recorder
         if isinstance(recorder, EmulatedRecorder):

@@ -37,7 +37,7 @@ class CountsSteps(ModelListener):
 
     num_losses = 0
 
-    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
         self.num_losses += 1
 
 

@@ -524,6 +524,24 @@ def test_in_step_other_ranks_share_out_what_is_left_of_an_epoch(
     assert len(indices) == 112 + seen_twice
 
 
+@pytest.mark.parametrize("other", [{"seed": 1}, {"dataset": numbers(21)}], ids=["seed", "dataset"])
+def test_in_step_the_middle_of_an_epoch_of_another_order_is_refused(
+    attached: Make, other: dict[str, Any]
+) -> None:
+    """Some samples would come twice in it, and others never."""
+    usual = {"dataset": numbers(20), "seed": 0, "batch_size": 6}
+    _, _, session = attached(offbeat.AllReduce())
+    loader = session.loader(**usual)
+    next(iter(loader))
+    middle = session.state_dict()
+    list(loader)
+    _, _, second = attached(offbeat.AllReduce())
+    second.loader(**usual | other)
+    with pytest.raises(CheckpointError, match="in the middle of an epoch of .* make it with these"):
+        second.load_state_dict(middle)
+    second.load_state_dict(session.state_dict())  # at the end of one, nothing is left of its order
+
+
 def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -> None:
     class AtOnce(list[int]):
         def __getitems__(self, indices: list[int]) -> list[int]:

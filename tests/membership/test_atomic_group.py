@@ -176,12 +176,6 @@ def test_peers_know_of_newcomers_until_these_have_a_model_or_are_gone(group: Ato
     assert not group.has_newcomers
 
 
-def test_the_last_to_close_knows_it(group: AtomicGroup) -> None:
-    assert group.closes_last()
-    group.close()
-    assert not group.closes_last()
-
-
 class FakeGenerations:
     """What it was told at its end."""
 
@@ -200,7 +194,8 @@ def test_who_leaves_last_says_that_the_run_is_over(
     group.enter(lambda host: cast(Generations, membership), lambda: None)
     group.begin(of_ranks(1, ranks), 0, SingleRank())
     group.leave()
-    assert membership.told == [is_last]
+    group.leave()  # by now it is a member no longer
+    assert membership.told == [is_last, False]
 
 
 def test_who_fails_is_a_member_no_longer_and_says_nothing_of_the_run(group: AtomicGroup) -> None:

@@ -66,8 +66,8 @@ class Sessions(ModelListener):
         self.sessions.append(session)
         self.optimizers.append(optimizer)
 
-    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
-        self.losses.append(loss.item() / scale)
+    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
+        self.losses.append(float(loss.detach() / scale))
 
 
 class Script:
@@ -194,13 +194,18 @@ def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStac
     assert (script.session.stats.steps, script.session.stats.exchanges) == (4, 4)
 
 
-def test_a_scaler_is_found_and_the_loss_is_seen_as_the_script_has_it(stack: ExitStack) -> None:
+def test_a_scaler_is_found_and_the_loss_is_seen_as_the_script_has_it(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = Script(offbeat.AllReduce(), stack)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     ddp = DistributedDataParallel(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     loss = ddp(X).sum()
-    scaler.scale(loss).backward()
+    with monkeypatch.context() as patching:
+        # It waits for a GPU, which would first have to end the forward pass.
+        patching.delattr(torch.amp.GradScaler, "get_scale")
+        scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
     assert script.heard.losses == [pytest.approx(loss.item())]
@@ -386,6 +391,77 @@ def test_a_model_that_is_wrapped_anew_is_stepped_by_the_newer_optimizer(stack: E
         optimizers.append(torch.optim.SGD(trained, lr=0.1))
         step(DistributedDataParallel(model), optimizers[-1])
     assert script.heard.optimizers == optimizers
+
+
+def trained(
+    strategy: Strategy, *, wraps_anew: bool = False, by_closure: bool = False
+) -> list[torch.Tensor]:
+    """A model after eight steps of a script."""
+    torch.manual_seed(0)
+    with ExitStack() as stack:
+        Script(strategy, stack)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ddp = DistributedDataParallel(model)
+        for number in range(8):
+            if wraps_anew and number == 4:
+                ddp = DistributedDataParallel(model)
+
+            def closure(ddp: nn.Module = ddp, x: torch.Tensor = torch.rand(4, 3)) -> float:
+                optimizer.zero_grad()
+                loss = ddp(x).square().sum()
+                loss.backward()
+                return loss.item()
+
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        offbeat.GTopK(density=0.2, collective="tree"),
+        offbeat.EF21(density=0.2),
+        offbeat.LocalSGD(period=3, outer="diloco"),
+        offbeat.SPDKFAC(),
+        offbeat.DeAR(),
+    ],
+    ids=lambda each: each.name,
+)
+def test_a_strategy_keeps_its_state_where_a_model_is_wrapped_anew(
+    group: None, strategy: Strategy
+) -> None:
+    """As what it owes, or what it has taken over of the optimizer's state."""
+    once, anew = trained(strategy), trained(strategy, wraps_anew=True)
+    torch.testing.assert_close(anew, once)
+
+
+def test_the_first_step_by_a_closure_is_like_any_other(group: None) -> None:
+    strategy = offbeat.SPDKFAC()
+    torch.testing.assert_close(trained(strategy, by_closure=True), trained(strategy))
+
+
+@pytest.mark.parametrize("strategy", [offbeat.GTopK(density=1.0), offbeat.AllReduce()])
+def test_clipping_by_value_is_refused_where_entries_are_selected_before(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    Script(strategy, stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    other = nn.Linear(3, 1)
+    (ddp(X) + other(X)).sum().backward()
+    nn.utils.clip_grad_value_(other.parameters(), 0.5)
+    if strategy == offbeat.AllReduce():
+        nn.utils.clip_grad_value_(ddp.parameters(), clip_value=0.5)
+        optimizer.step()
+        assert [p.grad.max().item() for p in ddp.parameters() if p.grad is not None] == [0.5, 0.5]
+    else:
+        with pytest.raises(UnsupportedError, match="clips gradients by value"):
+            nn.utils.clip_grad_value_(ddp.parameters(), 0.5)
 
 
 def test_two_models_have_a_session_each(stack: ExitStack) -> None:

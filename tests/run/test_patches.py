@@ -78,6 +78,8 @@ PLACES: list[tuple[object, str]] = [
     (torch.Tensor, "backward"),
     (torch.nn.utils, "clip_grad_norm_"),
     (torch.nn.utils.clip_grad, "clip_grad_norm_"),
+    (torch.nn.utils, "clip_grad_value_"),
+    (torch.nn.utils.clip_grad, "clip_grad_value_"),
     (dist, "destroy_process_group"),
     (distributed_c10d, "destroy_process_group"),
 ]
@@ -101,7 +103,7 @@ def test_ddp_makes_its_reducer_and_its_logger_by_these_names(heard: Heard) -> No
     ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
     assert isinstance(ddp.reducer, IdleReducer)
     assert isinstance(ddp.logger, IdleReducer)
-    assert heard.events == [("ddp_made", ddp)]
+    assert heard.events == [("ddp_begins", ddp.module), ("ddp_made", ddp)]
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
@@ -182,7 +184,7 @@ def test_a_model_that_ddp_did_not_copy_from_rank_0_is_told_from_one_that_it_did(
 def test_a_communication_hook_is_ignored(heard: Heard) -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
     ddp.register_comm_hook(None, lambda state, bucket: bucket)
-    assert heard.names() == ["ddp_made", "hook_ignored"]
+    assert heard.names() == ["ddp_begins", "ddp_made", "hook_ignored"]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_ddp_may_exchange_itself_with_other_options(group: None) -> None:
         ddp = DistributedDataParallel(torch.nn.Linear(3, 1), bucket_cap_mb=1)
     assert type(ddp.reducer) is dist.Reducer
     assert ddp.bucket_bytes_cap == 3 * 2**20
-    assert heard.names() == ["ddp_made"]
+    assert heard.names() == ["ddp_begins", "ddp_made"]
 
 
 def test_a_group_outlives_the_models_that_were_made_with_it() -> None:

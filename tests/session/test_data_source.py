@@ -244,6 +244,26 @@ def test_worker_processes_of_an_epoch_end_with_it(attached: Make) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.ranks
+def test_persistent_processes_end_where_another_loader_takes_their_data_over(
+    attached: Make,
+) -> None:
+    """As in a loop that makes its loader in each epoch; the first one may be iterated all the
+    same.
+    """
+    _, _, session = attached(offbeat.AllReduce())
+    data = Numbers()
+    loaders = []
+    for _ in range(2):
+        given = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
+        loaders.append(session.loader(given))
+        assert not multiprocessing.active_children()
+        list(loaders[-1])
+        assert len(multiprocessing.active_children()) == 1
+    assert [len(batch) for batch in loaders[0]] == [len(batch) for batch in loaders[1]]
+    assert len(multiprocessing.active_children()) == 2
+
+
 def test_a_loader_that_is_made_for_each_epoch_is_told_of(attached: Make) -> None:
     _, _, session = attached(offbeat.AllReduce())
     data, orders = Numbers(), []

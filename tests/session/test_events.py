@@ -40,7 +40,9 @@ class Diary(Callback):
 
 
 def dispatching(
-    model: torch.nn.Module, diary: Diary, parameters: Mapping[str, torch.nn.Parameter] | None = None
+    model: torch.nn.Module,
+    diary: Callback,
+    parameters: Mapping[str, torch.nn.Parameter] | None = None,
 ) -> EventDispatcher:
     return EventDispatcher(
         model,
@@ -143,6 +145,26 @@ def test_a_parameter_without_gradient_is_not_heard_of() -> None:
     diary, _ = hooked(net)
     net(inputs()).sum().backward()
     assert diary.heard == ["begins", "ready 0", "done"]
+
+
+def test_several_models_in_a_pass_end_it_in_the_order_in_which_they_were_attached() -> None:
+    # Each waits for its peers there, which may have reached them in another order.
+    ended: list[str] = []
+
+    class Ending(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @override
+        def on_backward_done(self, *, synchronised: bool) -> None:
+            ended.append(self.name)
+
+    generator, critic = Net(), Net()
+    dispatching(generator, Ending("generator"))
+    dispatching(critic, Ending("critic"))
+    (generator(inputs()) + critic(inputs())).sum().backward()
+    (critic(inputs()) + generator(inputs())).sum().backward()
+    assert ended == ["generator", "critic"] * 2
 
 
 class Explode(torch.autograd.Function):

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.integrations.framework import as_strategy, refuse_clipping_by_value
+from offbeat.integrations.framework import as_strategy
 from offbeat.integrations.state_files import load_state, save_state
+from offbeat.run.recipes import refuse_clipping_by_value
 from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
 

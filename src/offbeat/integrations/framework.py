@@ -17,19 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.callbacks.module_hook import ModuleHook
-from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.errors import UnsupportedError
 from offbeat.run.evaluation import EvaluationWeights
+from offbeat.session.attach import strategy_of
 from offbeat.session.session import Session
 from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.by_name import build_strategy, parse_spec
 from offbeat.strategies.registry import REGISTRY
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from offbeat.torch_private import active_ddp_module
@@ -131,12 +130,7 @@ class FrameworkSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     def _forward_begins(self, model: torch.nn.Module, args: Any) -> None:
@@ -165,13 +159,7 @@ def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> 
         ConfigError: there is no such strategy, or option of it.
         UnsupportedError: it shares samples out, while the framework divides its data itself.
     """
-    if isinstance(strategy, str):
-        strategy = build_strategy(*parse_spec(strategy))
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(
-            f"strategy must be one such as offbeat.GTopK(density=0.001), or its name, got"
-            f" {strategy!r}; did you pass the class?"
-        )
+    strategy = strategy_of(strategy)
     if strategy.shares_samples:
         raise UnsupportedError(
             f"{strategy.name} shares samples out to whichever worker is free, and here the"
@@ -181,16 +169,6 @@ def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> 
     if clip_norm and isinstance(strategy, SparseGradientStrategy) and strategy.clip_norm is None:
         return replace(strategy, clip_norm=clip_norm)
     return strategy
-
-
-def refuse_clipping_by_value(strategy: Strategy) -> None:
-    """Raise `UnsupportedError` where a loop clips gradients by value that `strategy` has sent."""
-    if isinstance(strategy, SparseGradientStrategy):
-        raise UnsupportedError(
-            f"the loop clips gradients by value, and {strategy.name} has selected entries by then,"
-            " so that what is cut off of them would come back; clip by norm, or choose a strategy"
-            " that sends whole gradients"
-        )
 
 
 def names_for_frameworks() -> list[str]:

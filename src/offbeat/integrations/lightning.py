@@ -41,7 +41,6 @@ from offbeat.integrations.framework import (
     FrameworkSession,
     as_strategy,
     names_for_frameworks,
-    refuse_clipping_by_value,
 )
 from offbeat.integrations.state_files import (
     load_state,
@@ -50,6 +49,7 @@ from offbeat.integrations.state_files import (
     save_state,
     state_directory,
 )
+from offbeat.run.recipes import refuse_clipping_by_value
 from offbeat.session.attach import SessionRecorder
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy

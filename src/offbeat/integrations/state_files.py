@@ -106,25 +106,20 @@ def remove_state(directory: Path) -> None:
 
 def _read(directory: Path, session: Session, tag: str) -> dict[str, Any]:
     """This rank's state, made of those of an older world if that was of another size."""
-    mine = directory / f"{_name(session.rank)}.safetensors"
-    first = session.rank if mine.exists() else 0
     states: list[Mapping[str, Any]] = []
-    stored = checkpoint.load(directory, _name(first))
-    size = stored.metadata.get("world_size")
-    if size == session.world_size and first == session.rank:
-        ranks = [first]
-    elif isinstance(size, int):
-        ranks = list(range(size))
-    else:
+    rank = session.rank if (directory / f"{_name(session.rank)}.safetensors").exists() else 0
+    read = {rank: checkpoint.load(directory, _name(rank))}
+    size = read[rank].metadata.get("world_size")
+    if not isinstance(size, int):
         raise CheckpointError(f"{directory} does not say of how many ranks it is")
-    for rank in ranks:
-        each = stored if rank == first else checkpoint.load(directory, _name(rank))
+    for rank in [session.rank] if size == session.world_size else range(size):
+        each = read.get(rank) or checkpoint.load(directory, _name(rank))
         if each.metadata.get("tag") != tag or not isinstance(each.tree, dict):
             raise CheckpointError(f"rank {rank}'s file in {directory} is of another checkpoint")
         if each.tree.get("strategy") != session.strategy.name:
             raise CheckpointError(f"{directory} was saved with {each.tree.get('strategy')!r}")
         states.append(cast(Mapping[str, Any], each.tree))
-    if len(states) == 1 and states[0].get("world_size") == session.world_size:
+    if size == session.world_size:
         return dict(states[0])
     return reshard(states, session.world_size, session.rank)
 

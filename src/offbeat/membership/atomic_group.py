@@ -168,19 +168,13 @@ class AtomicGroup:
     def leave(self) -> None:
         """Close. The run is over once all members have; until then those that are left go on."""
         over = False
-        with suppress(OffbeatError):
-            over = self.closes_last()
-        self.close(over=over)
-
-    def closes_last(self) -> bool:
-        """Say that this rank is about to close. Returns whether all other members of its generation
-        have said so.
-        """
         with self._changed:
             active = self._active
-        if active is None:
-            return False
-        return self._store.add(f"closing/{active.generation.number}", 1) >= active.generation.size
+        if active is not None:
+            with suppress(OffbeatError):
+                num_closing = self._store.add(f"closing/{active.generation.number}", 1)
+                over = num_closing >= active.generation.size
+        self.close(over=over)
 
     def close(self, *, over: bool = False) -> None:
         """End the membership and the connections. Idempotent. `over`: the run has ended for all."""

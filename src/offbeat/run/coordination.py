@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Final
@@ -222,18 +222,15 @@ class Coordinator:
             name: of what is to be done.
             among: ranks that may lead: those known to have come this far, this rank among them.
         """
-        while (leader := self._leader_among(among)) != self.rank:
-            if not self.supervised:
+        pauses = _pauses(1e-3)
+        while True:
+            # Before looking: what a dead leader has not published by now it never will.
+            leads = self._leader_among(among) == self.rank
+            if self.published(name) is not None or not (leads or self.supervised):
                 return False
-            pause_s = 1e-3
-            while self.is_alive(leader, None) and self._leader_among(among) == leader:
-                if self.published(name) is not None:
-                    return False
-                _never.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            if self.published(name) is not None:
-                return False
-        return True
+            if leads:
+                return True
+            next(pauses)
 
     def text_of(
         self,
@@ -246,7 +243,7 @@ class Coordinator:
         """The text of `rank`; None once it is clear that none will come in time, or that the
         answer has been decided without it.
         """
-        key, pause_s = _key(name, rank), 2e-4
+        key, pauses = _key(name, rank), _pauses(2e-4)
         if not self.supervised and until_s is None:
             return self.store.get(key).decode()
         while True:
@@ -258,8 +255,7 @@ class Coordinator:
                 return None
             if decided is not None and self.store.check([decided]):
                 return None
-            _never.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            next(pauses)
 
     def is_alive(self, rank: int, step: int | None) -> bool:
         """Whether `rank` lives, as far as deaths are recorded; with `step`, whether it takes part
@@ -273,6 +269,14 @@ class Coordinator:
 
     def _deaths(self, rank: int) -> int:
         return int(self.published(f"deaths/{rank}") or 0)
+
+
+def _pauses(pause_s: float) -> Iterator[None]:
+    """Each `next` waits, for twice as long as the one before."""
+    while True:
+        _never.wait(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        yield
 
 
 def _key(*parts: object) -> str:

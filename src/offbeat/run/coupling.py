@@ -22,7 +22,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,7 +34,7 @@ from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.run.children import ChildFunction
 from offbeat.run.evaluation import EvaluationWeights
 from offbeat.run.patches import ScriptListener
-from offbeat.run.recipes import ScriptRecipe, ShardedModule
+from offbeat.run.recipes import ScriptRecipe, ShardedModule, refuse_clipping_by_value
 from offbeat.run.step_recorder import ExchangeSession
 from offbeat.session.session import Adopted, Session
 from offbeat.session.state import reshard
@@ -91,7 +90,7 @@ class ModelListener:
     ) -> None:
         """`session` is at work on `model`, which `optimizer` steps."""
 
-    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
         """`backward` is called on `loss`, which is `scale` times the script's."""
 
     def backward_ended(self) -> None:
@@ -110,29 +109,38 @@ class ModelListener:
         """The script takes no more steps. Its sessions are about to end."""
 
 
-@dataclass(kw_only=True, eq=False)
 class _Coupled:
     """A DDP model and its session.
+
+    Args:
+        ddp: the model.
+        session: at work on what it wraps.
+        optimizer: the attached one; None: there was none.
 
     Attributes:
         ddp: may have gone: a script that wraps its model anew keeps the first wrapper no longer.
         module: what it wraps.
+        session, optimizer: as given.
         parameters: the ids of its parameters.
         wholes: the ids of the modules that have all of them: itself, and what torch.compile wraps.
-        session: at work on that.
-        optimizer: the attached one; None: there was none.
         evaluation: the mean, where ranks' models differ.
         stepped: optimizers that have stepped the module's parameters since its last forward pass.
     """
 
-    ddp: Callable[[], DistributedDataParallel | ShardedModule | None]
-    module: torch.nn.Module
-    parameters: frozenset[int]
-    wholes: frozenset[int]
-    session: ExchangeSession
-    optimizer: torch.optim.Optimizer | None
-    evaluation: EvaluationWeights | None
-    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    def __init__(
+        self,
+        ddp: DistributedDataParallel | ShardedModule,
+        session: ExchangeSession,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.ddp = weakref.ref(ddp)
+        self.module: torch.nn.Module = ddp.module
+        self.parameters = frozenset(map(id, self.module.parameters()))
+        held = {id(each): len([*each.parameters()]) for each in self.module.modules()}
+        self.wholes = {each for each, num in held.items() if num == len(self.parameters)}
+        self.session, self.optimizer = session, optimizer
+        self.evaluation: EvaluationWeights | None = None
+        self.stepped: list[torch.optim.Optimizer] = []
 
     def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
         return not self.parameters.isdisjoint(map(id, parameters))
@@ -195,6 +203,17 @@ class ScriptSessions(ScriptListener):
     # What the script does
 
     @override
+    def ddp_begins(self, module: torch.nn.Module) -> None:
+        for coupled in self._coupled:
+            session = coupled.session
+            if (
+                isinstance(session, Session)
+                and not session.acting.replicas_differ
+                and coupled.has_any_of(module.parameters())
+            ):
+                session.finish()  # what each rank has a part of is whole, as at the end
+
+    @override
     def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
         self.num_ddp_models += 1
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
@@ -215,7 +234,6 @@ class ScriptSessions(ScriptListener):
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
         with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
-            optimizer.register_step_pre_hook(self._note_step)
             self._carried.watch(optimizer)
 
     @override
@@ -232,8 +250,10 @@ class ScriptSessions(ScriptListener):
 
     @override
     def backward_begins(self, loss: torch.Tensor) -> None:
-        scaler = self._newest_scaler()
-        self._listener.loss_seen(loss, 1.0 if scaler is None else scaler.get_scale())
+        scale: float | torch.Tensor = 1.0
+        if (scaler := self._newest_scaler()) is not None:  # `get_scale` would wait for the device
+            scale = scaler.scale(torch.ones((), device=loss.device))
+        self._listener.loss_seen(loss, scale)
 
     @override
     def backward_ended(self) -> None:
@@ -254,6 +274,12 @@ class ScriptSessions(ScriptListener):
             ):
                 return coupled.session.clip_as_loop_does(max_norm)
         return None
+
+    @override
+    def clips_by_value(self, parameters: Sequence[torch.Tensor]) -> None:
+        for coupled in self._coupled:
+            if isinstance(coupled.session, Session) and coupled.has_any_of(parameters):
+                refuse_clipping_by_value(coupled.session.strategy)
 
     @override
     def exchange_prepared(self, reducer: object) -> None:
@@ -342,6 +368,17 @@ class ScriptSessions(ScriptListener):
         if not torch.is_grad_enabled() or isinstance(ddp.module, DistributedDataParallel):
             return  # of several wrappers around each other the innermost one has the model
         self._listener.samples_seen(ddp.module, args)
+        coupled = self._couple(ddp)
+        if coupled is None:
+            return
+        coupled.stepped.clear()
+        if coupled.evaluation is not None:
+            coupled.evaluation.training_goes_on()
+        if isinstance(coupled.session, Session):
+            ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
+
+    def _couple(self, ddp: DistributedDataParallel | ShardedModule) -> _Coupled | None:
+        """The session of a model that is about to train, which is attached if there is none."""
         coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
         older, newer = self._optimizers[: self._num_older], self._optimizers[self._num_older :]
         living = (reference() for reference in newer + older)
@@ -358,20 +395,14 @@ class ScriptSessions(ScriptListener):
             coupled = None
         if coupled is None:
             if not any(parameter.requires_grad for parameter in ddp.module.parameters()):
-                return  # a teacher's, or a critic's while its generator is trained
+                return None  # a teacher's, or a critic's while its generator is trained
             wrapped = _Wrapped("model")
             if isinstance(ddp, DistributedDataParallel):
                 wrapped = self._wrapped.get(ddp, _Wrapped())
             with _unfrozen(wrapped.trained):
                 optimizer = _optimizer_of(ddp.module, candidates)
                 coupled = self._attach(ddp, optimizer, wrapped.adopted)
-            if coupled is None:
-                return
-        coupled.stepped.clear()
-        if coupled.evaluation is not None:
-            coupled.evaluation.training_goes_on()
-        if isinstance(coupled.session, Session):
-            ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
+        return coupled
 
     def _attach(
         self,
@@ -384,21 +415,13 @@ class ScriptSessions(ScriptListener):
             return None  # an evaluation, perhaps on one rank alone
         for other in list(self._coupled):
             if other.has_any_of(model.parameters()):
+                if other.optimizer is optimizer is not None and isinstance(other.session, Session):
+                    self._carried.hand_on(optimizer, other.session)
                 self._end(other, None, averages=True)
         session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
         if session is None:
             return None
-        parameters = frozenset(map(id, model.parameters()))
-        held = {id(module): len([*module.parameters()]) for module in model.modules()}
-        coupled = _Coupled(
-            ddp=weakref.ref(ddp),
-            module=model,
-            parameters=parameters,
-            wholes=frozenset(each for each, num in held.items() if num == len(parameters)),
-            session=session,
-            optimizer=optimizer,
-            evaluation=None,
-        )
+        coupled = _Coupled(ddp, session, optimizer)
         self._coupled.append(coupled)
         if isinstance(session, Session):
             self._end_those_gone(session)
@@ -463,13 +486,19 @@ class ScriptSessions(ScriptListener):
 
     # Steps
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    @override
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         is_coupled = False
         for coupled in self._coupled:
             if coupled.has_any_of(_parameters_of(optimizer)):
                 is_coupled = True
                 if optimizer not in coupled.stepped:
                     coupled.stepped.append(optimizer)
+        if has_closure:  # its forward pass comes within the step, when hooks are too late for it
+            mine = {id(parameter) for parameter in _parameters_of(optimizer)}
+            for ddp in list(self._wrapped):
+                if not mine.isdisjoint(map(id, ddp.module.parameters())):
+                    is_coupled = self._couple(ddp) is not None or is_coupled
         if is_coupled or optimizer in self._steppers:
             return
         stepped = {id(p) for p in _parameters_of(optimizer) if p.grad is not None}
@@ -566,6 +595,9 @@ class CarriedStates:
         optimizer.state_dict()        has one entry more, "offbeat": this rank's state
         optimizer.load_state_dict()   keeps that entry for the session that is attached later
 
+    Where a script wraps its model anew the next session of the same optimizer is handed the state,
+    too.
+
     Nothing is exchanged for that, since scripts often save on one rank alone. Then all ranks find
     that rank's state: what is the same on all of them is complete, and what each rank owes, or has
     alone of the optimizer's state, is there for that one rank only. The others begin without, and
@@ -612,6 +644,10 @@ class CarriedStates:
             session.load_state_dict(share_of(carried, session.rank, session.world_size))
         except CheckpointError as error:
             LOGGER.warning("%s begins without the state of the checkpoint: %s", name, error)
+
+    def hand_on(self, optimizer: torch.optim.Optimizer, session: Session) -> None:
+        """`session` is about to end, and the next one of `optimizer` goes on with its state."""
+        self._loaded[optimizer] = session.state_dict()
 
     def detached(self, optimizer: torch.optim.Optimizer) -> None:
         """The session has ended."""

@@ -19,11 +19,16 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
   when it is called. Of a mesh of two dimensions (HSDP) it is given the one along which it shards:
   along the other one FSDP would exchange gradients.
 - `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
+- `register_optimizer_step_pre_hook`, which is public: to know of each step. A session is attached
+  there where a closure makes the first forward pass: its own hooks have to be on the optimizer
+  before the step.
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
 - `Tensor.backward`: the tensor that it is called on is the loss, for the record.
 - `torch.nn.utils.clip_grad_norm_`: where entries are selected within `backward()`, what it shortens
   comes back from the residual. It becomes the strategy's `clip_norm`.
+- `torch.nn.utils.clip_grad_value_`: it is refused there, since that cannot be done before entries
+  are selected.
 - `torch.distributed.destroy_process_group`: sessions end before the default group does; and groups
   are kept until the script has ended, since DDP's reducer must not be the last that refers to one.
   It waits then for gloo's threads and holds the interpreter's lock, which they need to let go of a
@@ -50,6 +55,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d, fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
@@ -64,6 +70,9 @@ from offbeat.torch_private import (
 
 class ScriptListener:
     """Hears what a script does. Does nothing unless a subclass overrides it."""
+
+    def ddp_begins(self, module: torch.nn.Module) -> None:
+        """The script wraps `module`, and DDP is about to write rank 0's values into it."""
 
     def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
         """The script has wrapped a model; `copied`: DDP has made it rank 0's on all ranks, as it
@@ -81,6 +90,9 @@ class ScriptListener:
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """It has made an optimizer."""
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """`optimizer.step()` was called, and none of the optimizer's own hooks has run."""
 
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         """It has made a scaler of losses."""
@@ -101,6 +113,9 @@ class ScriptListener:
         done, None: let PyTorch do it.
         """
         return None
+
+    def clips_by_value(self, parameters: Sequence[torch.Tensor]) -> None:
+        """It wants to clip each element of the gradients of `parameters`."""
 
     def exchange_prepared(self, reducer: object) -> None:
         """DDP, or the script itself, told a reducer that the next backward pass exchanges."""
@@ -158,7 +173,7 @@ def patched(
         if not exchanges:
             put(dist, "Reducer", _reducer_for(listener))
             put(dist, "Logger", IdleReducer)
-            put(ddp, CALLS_MODULE_OF_DDP, _call_module)
+            put(ddp, CALLS_MODULE_OF_DDP, lambda model, *args, **kw: model.module(*args, **kw))
             for name in ("register_comm_hook", REGISTERS_BUILTIN_HOOK):
                 put(ddp, name, lambda model, *_, **__: listener.hook_ignored(model))
             put(ddp, "join", _refuse_join)
@@ -168,11 +183,15 @@ def patched(
             (torch.nn.Module, "train", listener.mode_changed),
         ):
             put(owner, name, _then(getattr(owner, name), tell))
+        before_step = register_optimizer_step_pre_hook(_before_step(listener))
+        stack.callback(before_step.remove)
         put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener, exchanges))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
+        clip_value = _clip_value(torch.nn.utils.clip_grad_value_, listener)
         for module in (torch.nn.utils, clip_grad):
             put(module, "clip_grad_norm_", clip)
+            put(module, "clip_grad_value_", clip_value)
         kept: list[dist.ProcessGroup | None] = []
         stack.callback(kept.clear)
         destroy = _destroy(dist.destroy_process_group, listener, kept)
@@ -275,8 +294,9 @@ def _ddp_init(
                     f"DistributedDataParallel({option}=...) exchanges gradients in a way of its"
                     " own, which no strategy can take over; leave it out"
                 )
-        original(self, *args, **{**kwargs, **options})
         asked = signature.bind(self, *args, **kwargs).arguments
+        listener.ddp_begins(asked["module"])
+        original(self, *args, **{**kwargs, **options})
         listener.ddp_made(self, bool(asked.get("init_sync", True)))
 
     return init
@@ -300,10 +320,6 @@ def _pre_forward(
     return pre_forward
 
 
-def _call_module(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    return self.module(*args, **kwargs)
-
-
 def _refuse_join(self: DistributedDataParallel, *_: Any, **__: Any) -> Any:
     raise UnsupportedError(
         "DistributedDataParallel.join() is of DDP's own exchange, which offbeat run replaces; give"
@@ -321,6 +337,16 @@ def _then(original: Callable[..., Any], tell: Callable[[Any], None]) -> Callable
         return result
 
     return both
+
+
+def _before_step(listener: ScriptListener) -> Callable[..., None]:
+    def before_step(
+        optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        listener.step_begins(optimizer, has_closure=callable(closure))
+
+    return before_step
 
 
 def _backward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
@@ -342,11 +368,27 @@ def _clip(original: Callable[..., Any], listener: ScriptListener) -> Callable[..
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = _listed(parameters)
         norm = listener.clips(given, float(max_norm), float(norm_type))
         return original(given, max_norm, norm_type, *args, **kwargs) if norm is None else norm
 
     return clip_grad_norm_
+
+
+def _clip_value(original: Callable[..., None], listener: ScriptListener) -> Callable[..., None]:
+    @wraps(original)
+    def clip_grad_value_(
+        parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> None:
+        given = _listed(parameters)
+        listener.clips_by_value(given)
+        original(given, *args, **kwargs)
+
+    return clip_grad_value_
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _destroy(

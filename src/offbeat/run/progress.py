@@ -164,7 +164,11 @@ def pipe_reporter() -> Reporter:
         return lambda report: None
     number = int(descriptor)
     os.set_inheritable(number, False)
-    return lambda report: _write(number, encode(report))
+
+    def write(report: Report) -> None:
+        os.write(number, encode(report))
+
+    return write
 
 
 def encode(report: Report) -> bytes:
@@ -187,7 +191,3 @@ def _gist(text: str) -> str:
     """The line of an error's text that says most; the last one of another process's traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return lines[-1 if "Traceback (most recent call last):" in lines else 0]
-
-
-def _write(descriptor: int, line: bytes) -> None:
-    os.write(descriptor, line)

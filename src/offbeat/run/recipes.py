@@ -22,6 +22,7 @@ from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy
 from offbeat.strategies.registry import ALONE, REGISTRY
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from offbeat.transport.driver import Driver
 
 
@@ -175,6 +176,16 @@ class StrategyRecipe(ScriptRecipe):
     @override
     def strategy_for_attach(self) -> Strategy:
         return self._strategy
+
+
+def refuse_clipping_by_value(strategy: Strategy) -> None:
+    """Raise `UnsupportedError` where a loop clips gradients by value that `strategy` has sent."""
+    if isinstance(strategy, SparseGradientStrategy):
+        raise UnsupportedError(
+            f"the loop clips gradients by value, and {strategy.name} has selected entries by then,"
+            " so that what is cut off of them would come back; clip by norm, or choose a strategy"
+            " that sends whole gradients"
+        )
 
 
 def recipe_for(strategy: str, options: Mapping[str, object]) -> ScriptRecipe:

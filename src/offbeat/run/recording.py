@@ -79,23 +79,6 @@ def higher_is_better(name: str) -> bool:
     return any(word.startswith(_HIGHER_IS_BETTER) for word in words)
 
 
-class ScriptLength:
-    """Where a script is. It knows by itself when to stop, unless `limit` is given.
-
-    Args:
-        limit: steps after which it is stopped; None: none.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self.position = Position()
-        self.limit = limit
-
-    @property
-    def target(self) -> int:
-        """Steps done when the run will be finished, as far as that is known."""
-        return self.position.step + 1 if self.limit is None else self.limit
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenRecord:
     """A record that is written, and the ranks that write it."""
@@ -113,6 +96,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         report: hears how far this rank is.
         stop_after: steps after which the script is stopped; None: it stops by itself.
         patience_s: how long the end waits for ranks that are late; None: for ever.
+
+    Attributes:
+        position: where the script is.
     """
 
     def __init__(
@@ -126,7 +112,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._open_record = open_record
         self._report = report
         self._patience_s = patience_s
-        self._length = ScriptLength(stop_after)
+        self._limit = stop_after
+        self.position = Position()
         self._recorder: StepRecorder | None = None
         """From the first session on until the script has ended, where there is a record."""
         self._metric_name: str | None = None
@@ -139,6 +126,11 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._is_attached = False
         self._step_has_begun = self._has_evaluated = self._was_asked = False
         self._evaluated_s = 0.0
+
+    @property
+    def target(self) -> int:
+        """Steps done when the run will be finished, as far as that is known."""
+        return self.position.step + 1 if self._limit is None else self._limit
 
     # What the script does
 
@@ -167,12 +159,12 @@ class ScriptRecorder(SessionObserver, ModelListener):
         record, coordinator = opened.record, opened.coordinator
         if record.config.script is not None:
             self._metric_name = record.config.script.metric
-        self._length.position.step = step = attached.session.start_step
+        self.position.step = step = attached.session.start_step
         run = RankRun(
             record=record,
             coordinator=coordinator,
             attached=attached,
-            schedule=self._length,
+            schedule=self,
         )
         if coordinator.restart:
             coordinator.rejoin_at(step + 1)
@@ -188,7 +180,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             self._num_samples += len(tensors[0]) if tensors and tensors[0].dim() else 0
         self._begin_step()
 
-    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
         """`backward` is called on `loss`, which is `scale` times the script's."""
         self._begin_step()
         if self._is_attached and loss.numel() == 1:
@@ -205,7 +197,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     @override
     def stepped_without_session(self) -> None:
-        self._length.position.step += 1
+        self.position.step += 1
         self._stop_at_limit()
 
     @override
@@ -222,15 +214,15 @@ class ScriptRecorder(SessionObserver, ModelListener):
             and (opened := self._open_record()) is not None
         ):
             return opened.coordinator.step
-        return self._length.position.step
+        return self.position.step
 
     @override
     def step_ended(self, num_steps: int) -> None:
         recorder = self._recorder
         if recorder is None:
             return
-        self._length.position.step += 1
-        step = self._length.position.step
+        self.position.step += 1
+        step = self.position.step
         loss = None if self._loss_of_step is None else float(self._loss_of_step)
         self._losses_seen = self._losses_seen or loss is not None
         self._meet(step, recorder)
@@ -302,7 +294,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._evaluation_ends()
 
     def _stop_at_limit(self) -> None:
-        if self._length.limit is not None and self._length.position.step >= self._length.limit:
+        if self._limit is not None and self.position.step >= self._limit:
             raise SystemExit(0)  # the script's own `finally` clauses are carried out
 
     def _begin_step(self) -> None:
@@ -349,7 +341,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         """The script says its loss, before the optimizer's step or after it."""
         if self._step_has_begun:
             self._loss_of_step = loss
-        elif self._recorder is not None and self._length.position.step:
+        elif self._recorder is not None and self.position.step:
             self._recorder.amend_loss(loss)
             if not self._losses_seen:
                 self._losses.append(loss)
@@ -383,11 +375,11 @@ def begun_by_first(coordinator: Coordinator, begin: Callable[[], Path]) -> Path:
             directory = begin().resolve()
         except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
             problem = str(error)
-    problem = coordinator.all_gather("problem", problem)[0]
-    directory = Path(coordinator.all_gather("directory", str(directory))[0])
+    told = coordinator.all_gather("begun", json.dumps([problem, str(directory)]))[0]
+    problem, begun = json.loads(told)
     if problem:
         raise RecordError(problem)
-    return directory
+    return Path(begun)
 
 
 def shared_record(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Protocol
 
 from torch import nn
@@ -53,12 +52,7 @@ class ExchangeSession(Protocol):
 
     def take_ready_at_s(self) -> float | None: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,10 +101,7 @@ def _fail(error: BaseException, script: ScriptCommand, report: Reporter, rank: i
     failure = Failure.of(error, rank=rank, has_printed=has_printed)
     status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, SystemExit):
-        if isinstance(error.code, int):
-            status = error.code
-        else:
-            sys.stderr.write(f"{error.code}\n")  # as Python does
+        status = _status_of(error)
         failure = replace(failure, message=f"the script called sys.exit({error.code!r})")
     elif isinstance(error, OffbeatError):
         frames = traceback.extract_tb(error.__traceback__)
@@ -117,6 +114,14 @@ def _fail(error: BaseException, script: ScriptCommand, report: Reporter, rank: i
         sys.excepthook(type(shown), shown, shown.__traceback__)
     report(failure)
     return status
+
+
+def _status_of(error: SystemExit) -> int:
+    """The exit status that Python gives by it. What is no number is printed, as Python does."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return 1
 
 
 def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
@@ -235,9 +240,7 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     """
     status = 0
     if isinstance(error, SystemExit):
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if status and not isinstance(error.code, int):
-            sys.stderr.write(f"{error.code}\n")
+        status = _status_of(error)
     elif error is not None:
         status = 1
         sys.excepthook(type(error), error, error.__traceback__)

@@ -222,8 +222,7 @@ def attach_through(
         require_at_least("replica_check_interval", replica_check_interval, 0)
         if bucket_mib is not None:
             require_positive("bucket_mib", bucket_mib)
-        if isinstance(strategy, str):
-            strategy = build_strategy(*parse_spec(strategy))
+        strategy = strategy_of(strategy)
         _check(model, optimizer, strategy, world_size=world_size, returns=returns)
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         check_sharded(model, strategy, mesh, enabled, finds_islands=finds_islands)
@@ -283,6 +282,19 @@ def attach_through(
         if sharded is not None:
             sharded.island.driver.close()
         raise
+
+
+def strategy_of(given: Strategy | str) -> Strategy:
+    """A strategy that is given by itself or by its name. Raises `ConfigError`: it is neither, or
+    there is no such strategy or option of it.
+    """
+    strategy = build_strategy(*parse_spec(given)) if isinstance(given, str) else given
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"strategy must be one such as offbeat.GTopK(density=0.001), or its name, got"
+            f" {given!r}; did you pass the class?"
+        )
+    return strategy
 
 
 def island_mesh(device_type: str, num_shards: int) -> DeviceMesh:
@@ -361,11 +373,6 @@ def _check(
     returns: bool,
 ) -> None:
     """Refuse what cannot work, before anything is sent."""
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(
-            f"strategy must be one such as offbeat.GTopK(density=0.001), got {strategy!r}; did you"
-            " pass the class?"
-        )
     if returns and not strategy.begins_as(returns=True).survives_death:
         raise ConfigError(
             f"{RETURN_VARIABLE} is set, but a run with {strategy.name} ends with the first worker"

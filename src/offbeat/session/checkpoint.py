@@ -118,12 +118,9 @@ def _encode(tree: Tree, where: str, tensors: dict[str, torch.Tensor]) -> Json:
             return {"tensor": _add_tensor(tree, where, tensors)}
         case np.ndarray():
             return {"array": _add_tensor(_tensor_of(tree, where), where, tensors)}
-        case list():
-            return [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(tree)]
-        case tuple():
-            return {
-                "tuple": [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(tree)]
-            }
+        case list() | tuple():
+            items = [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(tree)]
+            return items if isinstance(tree, list) else {"tuple": items}
         case Mapping():
             pairs: list[Json] = []
             for key, item in tree.items():

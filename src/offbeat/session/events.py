@@ -8,10 +8,13 @@ whichever comes first,
 - from a parameter, just before its gradient is accumulated, for losses that bypass the root's
   outputs.
 
-Noticing it queues a callback that autograd runs when the outermost pass is over. If an exception
-ends the pass first, that callback never runs: the next forward pass, optimizer step or the end of
-the session finds the pass still open while no backward is running, and reports it as failed. A pass
-that accumulates nothing, as `torch.autograd.grad` does, is reported as one without gradients.
+Noticing it queues a callback that autograd runs when the outermost pass is over. It tells the
+sessions of all models that the pass has reached, in the order in which they were attached. There
+each waits for its peers, and ranks that reach models in unlike order would wait for each other for
+ever. If an exception ends the pass first, that callback never runs: the next forward pass,
+optimizer step or the end of the session finds the pass still open while no backward is running, and
+reports it as failed. A pass that accumulates nothing, as `torch.autograd.grad` does, is reported as
+one without gradients.
 
 Refused, with the reason: a root module that is itself run inside a re-entrant checkpoint, compiled
 autograd, a forward pass for training inside DistributedDataParallel, which exchanges gradients too,
@@ -27,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import count
 from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -64,6 +68,11 @@ _SAMPLE: Final = 64
 """How many elements of each parameter are compared."""
 
 
+_numbers: Final = count()
+_reached: Final[dict[int, list[EventDispatcher]]] = {}
+"""By backward pass under way, the dispatchers of the models that it has reached."""
+
+
 def _without_grad(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`torch.no_grad()` on a method, which costs nothing where autograd records nothing anyway.
     Most backward passes are such, and there a method is called for each parameter.
@@ -99,6 +108,7 @@ class EventDispatcher:
     Attributes:
         sync: whether backward passes exchange; they accumulate locally inside its `no_sync`.
         num_steps: optimizer steps so far.
+        number: how many dispatchers this process had made before.
     """
 
     def __init__(
@@ -127,7 +137,8 @@ class EventDispatcher:
         self._observers = observers
         self._notices = notices
         self._synchronised = True
-        self._is_open = False
+        self.number = next(_numbers)
+        self._open_pass = NO_BACKWARD_PASS
         self._is_removed = False
         self._recomputing_pass = NO_BACKWARD_PASS
         # Accumulation nodes are made on demand and forgotten with their hooks unless somebody keeps
@@ -193,8 +204,9 @@ class EventDispatcher:
     @_without_grad
     def report_failed_pass(self) -> None:
         """If a backward pass was begun and an exception ended it, say so now."""
-        if self._is_open and current_backward_pass() == NO_BACKWARD_PASS:
-            self._is_open = False
+        if self._open_pass != NO_BACKWARD_PASS == current_backward_pass():
+            _reached.pop(self._open_pass, None)
+            self._open_pass = NO_BACKWARD_PASS
             for callback in self._those_with("on_backward_failed"):
                 callback.on_backward_failed()
 
@@ -206,6 +218,8 @@ class EventDispatcher:
     def remove(self) -> None:
         """Take every hook out. Idempotent."""
         self._is_removed = True
+        if current_backward_pass() == NO_BACKWARD_PASS:
+            _reached.pop(self._open_pass, None)
         self.sync.remove()
         for handle in self._handles:
             handle.remove()
@@ -248,23 +262,25 @@ class EventDispatcher:
                 tensor.register_hook(self._on_progress)
 
     def _on_progress(self, gradient: Any) -> None:
-        if self._is_open or self._is_removed:
+        if self._open_pass != NO_BACKWARD_PASS or self._is_removed:
             return
-        recomputing = self._recomputing_pass
-        if recomputing != NO_BACKWARD_PASS and recomputing != current_backward_pass():
+        number, recomputing = current_backward_pass(), self._recomputing_pass
+        if recomputing not in (NO_BACKWARD_PASS, number):
             raise UnsupportedError(
                 "the attached model itself runs inside a re-entrant checkpoint, so its backward"
                 " pass is nested in another one; use torch.utils.checkpoint.checkpoint(...,"
                 " use_reentrant=False), or checkpoint modules inside the model"
             )
-        try:
-            call_after_backward_pass(torch.compiler.disable(self._backward_done))
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
-            raise UnsupportedError(
-                f"this backward pass cannot be observed ({error}); compiled autograd is not"
-                " supported: switch it off, plain torch.compile works"
-            ) from error
-        self._is_open = True
+        if number not in _reached:
+            try:
+                call_after_backward_pass(torch.compiler.disable(lambda: _pass_ends(number)))
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                raise UnsupportedError(
+                    f"this backward pass cannot be observed ({error}); compiled autograd is not"
+                    " supported: switch it off, plain torch.compile works"
+                ) from error
+        _reached.setdefault(number, []).append(self)
+        self._open_pass = number
         torch.compiler.disable(self._backward_begins)()
 
     @_without_grad
@@ -282,7 +298,7 @@ class EventDispatcher:
 
     @_without_grad
     def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
-        if not self._is_open:
+        if self._open_pass == NO_BACKWARD_PASS:
             raise UnsupportedError(
                 "a gradient came from a loss that does not depend on what the attached model"
                 " returned, which is where a sharded model's backward pass is seen to begin;"
@@ -292,8 +308,9 @@ class EventDispatcher:
             callback.on_gradient_ready(index, synchronised=self._synchronised)
 
     @_without_grad
-    def _backward_done(self) -> None:
-        self._is_open = False
+    def backward_done(self) -> None:
+        """The pass that has reached the model is over."""
+        self._open_pass = NO_BACKWARD_PASS
         if self._is_removed:
             return
         for callback in self._those_with("on_backward_done"):
@@ -355,6 +372,11 @@ class EventDispatcher:
             observer.step_ended(self.num_steps)
         if self._notices.due:
             self._notices.issue_warnings()
+
+
+def _pass_ends(number: int) -> None:
+    for dispatcher in sorted(_reached.pop(number, ()), key=lambda each: each.number):
+        dispatcher.backward_done()
 
 
 def _refuse_second_exchange(model: torch.nn.Module) -> None:

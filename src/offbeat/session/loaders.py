@@ -220,7 +220,10 @@ def make_loader(
     )
     if policy is None:
         others = [each for each in callbacks if isinstance(each, LockstepLoader)]
-        if sum(each.has_read(source.loader.dataset) for each in others) == 1:
+        older = [each for each in others if each.has_read(source.loader.dataset)]
+        for each in older:
+            each.close()  # its processes; it starts others if it is iterated again
+        if len(older) == 1:
             notify(
                 "session.loader was called for data of which a loader of this session has given out"
                 " an epoch: the new one begins with epoch 0 again, in the same order, and the other"
@@ -412,7 +415,17 @@ class LockstepLoader(Callback):
                 "step": self.step,
                 "first": self._first,
                 "batch_sizes": list(self._batch_sizes),
+                "order": self._order,
             }
+        }
+
+    @property
+    def _order(self) -> dict[str, int]:
+        """What the order of an epoch depends on."""
+        return {
+            "samples": self._num_samples,
+            "seed": self._seed,
+            "shuffles": int(self._shuffles),
         }
 
     @override
@@ -420,10 +433,17 @@ class LockstepLoader(Callback):
         saved = state["replicated"]
         if "step" not in saved:
             raise CheckpointError("the state lacks 'step'; it was saved by another loader")
-        self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
+        step, first = int(saved["step"]), int(saved["first"])
+        order = saved["order"]
+        if (step or first) and order != self._order:
+            raise CheckpointError(
+                f"the state was saved in the middle of an epoch of {order}, and this loader has"
+                f" {self._order}: of what is left some samples would come twice and others never;"
+                " make it with these, or save between two epochs"
+            )
+        self.epoch, self.step, self._first = int(saved["epoch"]), step, first
         self._batches = iter(())
-        self._first = int(saved.get("first", 0))
-        before = tuple(map(int, saved.get("batch_sizes", self._batch_sizes)))
+        before = tuple(map(int, saved["batch_sizes"]))
         left = self._num_samples - self._first
         if left and before != self._batch_sizes:
             left -= left * self.step // num_steps(left, before)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
@@ -63,7 +62,7 @@ from offbeat.weights.model_weights import (
     choose_buffers,
     non_finite_weights,
 )
-from offbeat.weights.shard import local_of, whole_of, wrap
+from offbeat.weights.shard import whole_of, wrap
 
 Finish: TypeAlias = Literal["average", "keep"]
 """What a rank's model is when its session has ended well: the mean of all models, or its own."""
@@ -542,10 +541,6 @@ class Session:
         wrapped = {name: wrap(self._parameters[name], mean) for name, mean in parameters.items()}
         return wrapped | buffers
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """What the session trains of the model, and its buffers."""
-        return {**self._parameters, **self._buffers_of(self._model)}
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """What `averaged_tensors` has means of, by name: the model's own, and no copies."""
         reshard_modules(self._model)
@@ -572,19 +567,19 @@ class Session:
         what it held before. Collective, and raises, as that. Train nothing inside.
         """
         means = self.averaged_tensors()
-        mine = self._tensors()
-        self._swap(mine, means)
+        self._swap(means)
         try:
             yield
         finally:
-            self._swap(mine, means)
+            self._swap(means)
 
     @torch.no_grad()
-    def _swap(self, mine: Mapping[str, torch.Tensor], means: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in mine.items():
-            kept, other = tensor.detach().clone(), local_of(means[name])
-            tensor.detach().copy_(other)
-            other.copy_(kept)
+    def _swap(self, others: Mapping[str, torch.Tensor]) -> None:
+        """Let the model have the values of `others`, by name, and `others` those of the model."""
+        for name, tensor in self.tensors().items():
+            kept = tensor.detach().clone()
+            tensor.copy_(others[name])
+            others[name].copy_(kept)
         reshard_modules(self._model)
 
     @torch.no_grad()
@@ -817,12 +812,12 @@ class Session:
 
         def before(*_: Any) -> None:
             if self._stays_with_peers:
-                tensors = self._tensors()
-                kept.update({name: each.detach().clone() for name, each in tensors.items()})
+                tensors = self.tensors().items()
+                kept.update({name: each.detach().clone() for name, each in tensors})
 
         def after(*_: Any) -> None:
             if kept:
-                self._swap(self._tensors(), kept)
+                self._swap(kept)
                 kept.clear()
                 self._notify_left_out("model")
 
@@ -1017,12 +1012,7 @@ class Session:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._closed:
             return
         if error is None:
@@ -1034,10 +1024,9 @@ class Session:
 
     def _abandon(self, reason: str, *, blame: int | None = None) -> None:
         """Tell the peers that this rank fails, so that none of them waits for it."""
-        with suppress(OffbeatError):
-            self._driver.abort(reason, blame=blame)
-        with suppress(OffbeatError):
-            self._island.driver.abort(reason, blame=blame)
+        for driver in (self._driver, self._island.driver):
+            with suppress(OffbeatError):
+                driver.abort(reason, blame=blame)
         for callback in self._callbacks:
             with suppress(OffbeatError):
                 callback.on_abandon(reason)
