@@ -59,7 +59,7 @@ from offbeat.torch_private import for_each
 _WHY_UNSEEN: Final = (
     "Hooks do not run where the model was compiled and called before attach(): attach first, or"
     " call torch.compiler.reset() after it. Nor do they where a layer's weight is used without"
-    " calling the layer, as in F.linear(x, layer.weight)"
+    " calling the layer, as in F.linear(x, layer.weight), or inside a transform of torch.func"
 )
 _MOST_NAMES: Final = 8
 

@@ -28,7 +28,8 @@ What is counted, and what is not:
   factors keep their scale.
 - A layer whose shape has changed is retired: a warning names it, and its increments have weight 0
   from then on.
-- Passes without gradients are not seen, nor those in which all that is covered is frozen. Of one
+- Passes without gradients are not seen, nor those inside transforms of `torch.func`, nor those in
+  which all that is covered is frozen. Of one
   that no backward pass follows, as of an evaluation that leaves gradients on, inputs count, and no
   terms of the loss. So it is with `torch.autograd.grad`, which adds to no weight's gradient. Second
   passes through a retained graph cannot be told from training and are counted.
@@ -66,6 +67,7 @@ from offbeat.torch_private import (
     accumulates,
     attention_functions,
     current_backward_pass,
+    inside_transform,
     tensors_in,
 )
 
@@ -361,6 +363,7 @@ class Capture:
         return (
             self.phase is not None
             and torch.is_grad_enabled()
+            and not inside_transform()
             and not self.is_retired(index)
             # Else the pass is for another model's sake, as a generator's through its critic is.
             and any(each.weight.requires_grad for each in self._blocks)
@@ -483,12 +486,12 @@ class Capture:
 
     def _hook_root(self, model: nn.Module) -> list[Any]:
         def begins(module: nn.Module, args: Any) -> None:
-            if not _inside_backward():
+            if not (_inside_backward() or inside_transform()):
                 self._is_in_root = True
                 self._begin_pass()
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
-            if not _inside_backward():
+            if not (_inside_backward() or inside_transform()):
                 self._is_in_root = False
                 if self.phase is not None:
                     self._watch_loss(output)
@@ -556,7 +559,7 @@ class _WatchedAttention(nn.MultiheadAttention):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watched = _watched.get(self)
-        if watched is None or not torch.is_grad_enabled():
+        if watched is None or not torch.is_grad_enabled() or inside_transform():
             return super().forward(*args, **kwargs)
         forward, observer = watched
         output = forward(self, *args, **kwargs)
