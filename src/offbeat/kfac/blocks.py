@@ -34,8 +34,11 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
+from offbeat.callbacks.context import Context
+from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import FactorShape, factor_shape
 from offbeat.torch_private import for_each
+from offbeat.transport.driver import Stream
 
 Side: TypeAlias = Literal["input", "output"]
 """Which factor of a block: "input" is A, "output" is G."""
@@ -378,6 +381,25 @@ def slots_of(blocks: Sequence[Block]) -> list[FactorSlot]:
         for number, block in enumerate(blocks)
         for side in SIDES
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KFACContext:
+    """What the parts of K-FAC on one rank know.
+
+    Attributes:
+        session: what the session lends; its model and optimizer are there.
+        blocks: what is preconditioned; the same on all ranks.
+        slots: the factors of `blocks`.
+        settings: what all K-FAC strategies do alike.
+        stream: the channels of everything that K-FAC sends.
+    """
+
+    session: Context
+    blocks: Sequence[Block]
+    slots: Sequence[FactorSlot]
+    settings: KFACSettings
+    stream: Stream
 
 
 class TiedBlock(Block):

@@ -41,17 +41,15 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
-from offbeat.callbacks.context import Context
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import LaunchOrder
 from offbeat.gradients.reductions import launch_sums
-from offbeat.kfac.blocks import Block, FactorSlot, slots_of
+from offbeat.kfac.blocks import KFACContext
 from offbeat.kfac.capture import Increment
-from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import FactorShape, diagonal_of
 from offbeat.kfac.inverses import InversionTask, form_of
-from offbeat.kfac.plans import FactorPlan, InverseBatch, KFACPlanner, PlanInputs, inversion_order
+from offbeat.kfac.plans import FactorPlan, KFACPlanner, PlanInputs, inversion_order
 from offbeat.kfac.preconditioner import Preconditioner
 from offbeat.kfac.scheduler import FactorScheduler, SummedFactor
 from offbeat.torch_private import for_each
@@ -69,17 +67,14 @@ class KFACCallback(Callback):
     of gradients in the order of callbacks.
 
     Args:
-        context: of the session; its model and optimizer are there.
-        blocks: what is preconditioned; the same on all ranks.
-        settings: what all K-FAC strategies do alike.
+        kfac: what all parts know.
         planner: what tells this one from the others.
         inputs: what it plans from.
         buckets: of gradients, in the order in which they are launched.
         launch_order: the order that factors share with the buckets of gradients.
 
     Attributes:
-        blocks: as given.
-        slots: the factors of the blocks.
+        blocks, slots: as in `kfac`.
         form: what is kept of inverses.
         scheduler: takes and sends factors; listens to the exchange of gradients.
         averages: of the factors over steps.
@@ -91,52 +86,26 @@ class KFACCallback(Callback):
 
     def __init__(
         self,
-        context: Context,
-        blocks: Sequence[Block],
+        kfac: KFACContext,
         *,
-        settings: KFACSettings,
         planner: KFACPlanner,
         inputs: PlanInputs,
         buckets: Sequence[Bucket],
         launch_order: LaunchOrder,
     ) -> None:
-        self._context, self._settings = context, settings
-        self._planner, self._inputs = planner, inputs
-        self._stream, self._is_checked = context.new_stream(), False
-        self.blocks, self.slots = blocks, slots_of(blocks)
-        self.form = form_of(self.slots, settings, same_devices=inputs.same_devices)
+        self._context, self._settings, self._stream = kfac.session, kfac.settings, kfac.stream
+        self._planner, self._inputs, self._is_checked = planner, inputs, False
+        self.blocks, self.slots = kfac.blocks, kfac.slots
+        self.form = form_of(self.slots, kfac.settings, same_devices=inputs.same_devices)
         self.wait_s = 0.0
-        plan = planner.plan(inputs)
+        measures = inputs.costs is not None
         self.scheduler = FactorScheduler(
-            context,
-            blocks,
-            self.slots,
-            settings=settings,
-            plan=plan,
-            measures=inputs.costs is not None,
-            buckets=buckets,
-            launch_order=launch_order,
-            stream=self._stream,
+            kfac, measures=measures, buckets=buckets, launch_order=launch_order
         )
-        self.averages = FactorAverages(
-            self.slots, settings=settings, plan=plan, rank=context.driver.rank
-        )
-        self.preconditioner = Preconditioner(
-            context,
-            blocks,
-            self.slots,
-            form=self.form,
-            settings=settings,
-            plan=plan,
-            order=self._order(plan),
-            stream=self._stream,
-        )
-
-    def _order(self, plan: FactorPlan) -> Sequence[InverseBatch]:
-        # With the damping divided between A and G, inverting either of them needs the traces of
-        # both; so does joining two uses of a weight.
-        joins = any(slot.shape.uses > 1 for slot in self.slots)
-        return inversion_order(plan, self._inputs, pairs=joins or self._settings.curvature.pi)
+        self.averages = FactorAverages(kfac)
+        self.preconditioner = Preconditioner(kfac, self.form)
+        self._adopt(planner.plan(inputs))
+        self.scheduler.begin_step()
 
     @property
     def num_bytes(self) -> int:
@@ -158,7 +127,11 @@ class KFACCallback(Callback):
     def _adopt(self, plan: FactorPlan) -> None:
         self.scheduler.adopt(plan)
         self.averages.adopt(plan)
-        self.preconditioner.adopt(plan, self._order(plan))
+        # With the damping divided between A and G, inverting either of them needs the traces of
+        # both; so does joining two uses of a weight.
+        joins = any(slot.shape.uses > 1 for slot in self.slots)
+        pairs = joins or self._settings.curvature.pi
+        self.preconditioner.adopt(plan, inversion_order(plan, self._inputs, pairs=pairs))
 
     # Events
 
@@ -442,26 +415,16 @@ class FactorAverages:
     """Averages factors over steps, and says what is to be inverted of them.
 
     Args:
-        slots: all factors of the model.
-        settings: the decay and the damping.
-        plan: who keeps which factors.
-        rank: this rank.
+        kfac: what all parts know.
 
     Attributes:
         factors: the averages that this rank keeps, by slot.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[FactorSlot],
-        *,
-        settings: KFACSettings,
-        plan: FactorPlan,
-        rank: int,
-    ) -> None:
-        self._slots, self._settings, self._rank = slots, settings, rank
+    def __init__(self, kfac: KFACContext) -> None:
+        self._slots, self._settings = kfac.slots, kfac.settings
+        self._rank = kfac.session.driver.rank
         self.factors: dict[int, RunningFactor] = {}
-        self.adopt(plan)
 
     def adopt(self, plan: FactorPlan) -> None:
         """Keep what `plan` says. Averages that this rank has already stay as they are."""

@@ -94,11 +94,6 @@ def usual_form(device: torch.device, inverse_interval: int) -> InverseForm:
     )
 
 
-def dtype_of(form: InverseForm, dtype: torch.dtype) -> torch.dtype:
-    """In what dtype inverses of factors in `dtype` are kept."""
-    return torch.bfloat16 if form == "bfloat16" else dtype
-
-
 def form_for(form: InverseForm, shape: FactorShape) -> InverseForm:
     """In which form inverses of a factor are kept where others are in `form`."""
     return "inverse" if form == "triangle" and shape.is_tiny else form
@@ -131,6 +126,10 @@ class Inverter:
             else shape.packed
         )
 
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In what dtype inverses of factors in `dtype` are kept."""
+        return torch.bfloat16 if self._form == "bfloat16" else dtype
+
     def invert(
         self, tasks: Sequence[InversionTask], *, rooms: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
@@ -148,7 +147,7 @@ class Inverter:
             some = [tasks[number] for number in numbers]
             room = rooms[numbers[0]] if rooms is not None and len(some) == 1 else None
             if some[0].shape.is_diagonal:
-                results = _reciprocals(some, dtype_of(self._form, some[0].packed.dtype))
+                results = _reciprocals(some, self.stored_dtype(some[0].packed.dtype))
             else:
                 results, good = self._decompose(some, room)
                 are_good.append((numbers, good))
@@ -179,7 +178,7 @@ class Inverter:
         if found is None:
             found = torch.empty(
                 (len(packed), self.stored_shape(tasks[0].shape)[1]),
-                dtype=dtype_of(self._form, packed.dtype),
+                dtype=self.stored_dtype(packed.dtype),
                 device=packed.device,
             )
         for some, of_each, place in zip(

@@ -53,11 +53,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import CheckpointError
-from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot, JoinedGradients
-from offbeat.kfac.curvature import Grafting, KFACSettings
+from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot, JoinedGradients, KFACContext
+from offbeat.kfac.curvature import Grafting
 from offbeat.kfac.factors import (
     FactorShape,
     multiply_columns,
@@ -71,7 +70,6 @@ from offbeat.kfac.inverses import (
     InverseForm,
     InversionTask,
     Inverter,
-    dtype_of,
     form_for,
     is_asynchronous,
 )
@@ -85,14 +83,8 @@ class Preconditioner:
     """Holds the inverses that this rank has, and multiplies gradients by them.
 
     Args:
-        context: of the session; its optimizer is there.
-        blocks: what is preconditioned; the same on all ranks.
-        slots: the factors of `blocks`.
+        kfac: what all parts know.
         form: what is kept of inverses.
-        settings: the damping and the limit of a step.
-        plan: which inverses this rank has, and whether owners send preconditioned gradients.
-        order: in which order inverses are made and sent.
-        stream: the channels of the broadcasts.
 
     Attributes:
         inverses: where the inverses are kept, and how they get there.
@@ -102,37 +94,26 @@ class Preconditioner:
             where nothing limits steps.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        blocks: Sequence[Block],
-        slots: Sequence[FactorSlot],
-        *,
-        form: InverseForm,
-        settings: KFACSettings,
-        plan: FactorPlan,
-        order: Sequence[InverseBatch],
-        stream: Stream,
-    ) -> None:
-        assert context.optimizer is not None
+    def __init__(self, kfac: KFACContext, form: InverseForm) -> None:
+        assert kfac.session.optimizer is not None
         self.is_stale = False
         self.precondition_s = 0.0
-        self._blocks, self._slots, self._form, self._settings = blocks, slots, form, settings
-        self._optimizer, self._driver = context.optimizer, context.driver
-        self._stream = stream
-        self._inverter = Inverter(context.notices.notify, form)
         self.last_nu: torch.Tensor | None = None
-        self._plan = plan
-        self.inverses = self._room_for(plan, order)
+        self._blocks, self._slots, self._settings = kfac.blocks, kfac.slots, kfac.settings
+        self._optimizer, self._driver = kfac.session.optimizer, kfac.session.driver
+        self._stream, self._form = kfac.stream, form
+        self._inverter = Inverter(kfac.session.notices.notify, form)
+        self.inverses = InverseExchange(
+            self._slots, self._inverter, driver=self._driver, stream=self._stream
+        )
         self._pairs: dict[int, InversePair | None] = {}
 
     def adopt(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> None:
-        """Have what `plan` says, inverted in `order`. Inverses that this rank has already and keeps
-        stay as they are.
+        """Have what `plan` says, inverted and sent in `order`. Inverses that this rank has already
+        and keeps stay as they are.
         """
-        inverses = self._room_for(plan, order)
-        inverses.take_over(self.inverses)
-        self._plan, self.inverses = plan, inverses
+        self._plan = plan
+        self.inverses.adopt(order, travels=not plan.by_owner)
         self._pairs.clear()
 
     def finish_inversions(self) -> None:
@@ -140,17 +121,6 @@ class Preconditioner:
         self.inverses.finish()
         self.is_stale = False
         self._pairs.clear()
-
-    def _room_for(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> InverseExchange:
-        return InverseExchange(
-            order,
-            self._slots,
-            [dtype_of(self._form, slot.dtype) for slot in self._slots],
-            travels=not plan.by_owner,
-            driver=self._driver,
-            stream=self._stream,
-            inverter=self._inverter,
-        )
 
     def precondition(self, retired: Collection[int]) -> None:
         """Replace the gradients of all blocks but the `retired` ones by preconditioned
@@ -323,14 +293,10 @@ class InverseExchange:
     """Where all inverses that this rank has are kept, and how they get there.
 
     Args:
-        order: who inverts what, and when.
         slots: all factors of the model.
-        dtypes: in what dtype the inverse of each is kept.
-        travels: whether owners send inverses. False: a rank has what it owns, and what every rank
-            inverts.
+        inverter: inverts.
         driver: carries broadcasts out.
         stream: of the broadcasts.
-        inverter: inverts.
 
     Attributes:
         packed: what stands for the inverse of each slot; zeros stand for none. None where this rank
@@ -341,51 +307,53 @@ class InverseExchange:
 
     def __init__(
         self,
-        order: Sequence[InverseBatch],
         slots: Sequence[FactorSlot],
-        dtypes: Sequence[torch.dtype],
+        inverter: Inverter,
         *,
-        travels: bool,
         driver: Driver,
         stream: Stream,
-        inverter: Inverter,
     ) -> None:
         self.invert_s = self.wait_s = 0.0
-        self._driver, self._stream, self._inverter = driver, stream, inverter
-        self._travels, self._slots = travels, slots
+        self._slots, self._inverter, self._driver, self._stream = slots, inverter, driver, stream
         self.packed: list[torch.Tensor | None] = [None] * len(slots)
-        # What an owner inverts in one go, and where these inverses lie side by side.
-        self._messages: list[tuple[InverseBatch, int, torch.Tensor]] = []
-        self._by_all = [batch for batch in order if batch.owner is None]
-        for batch in order:
-            if batch.owner is None or travels or batch.owner == driver.rank:
-                flat = self._make_room([slots[slot] for slot in batch.slots], dtypes)
-                if batch.owner is not None:
-                    self._messages.append((batch, batch.owner, flat))
         self._tasks_of: Callable[[Sequence[int]], Sequence[InversionTask]] | None = None
         self._num_messages: float = 0
         self._to_send: deque[tuple[InverseBatch, int, torch.Tensor]] = deque()
         self._to_fill: deque[InverseBatch] = deque()
         self._pending: list[Pending[torch.Tensor]] = []
 
-    def _make_room(
-        self, slots: Sequence[FactorSlot], dtypes: Sequence[torch.dtype]
-    ) -> torch.Tensor:
+    def adopt(self, order: Sequence[InverseBatch], *, travels: bool) -> None:
+        """Invert in `order` from now on. Inverses that are there already go on, side by side in
+        that order.
+
+        Args:
+            order: who inverts what, and when.
+            travels: whether owners send inverses. False: a rank has what it owns, and what every
+                rank inverts.
+        """
+        before, self.packed = self.packed, [None] * len(self._slots)
+        self._travels = travels
+        # What an owner inverts in one go, and where these inverses lie side by side.
+        self._messages: list[tuple[InverseBatch, int, torch.Tensor]] = []
+        self._by_all = [batch for batch in order if batch.owner is None]
+        for batch in order:
+            if batch.owner is None or travels or batch.owner == self._driver.rank:
+                flat = self._make_room([self._slots[slot] for slot in batch.slots])
+                if batch.owner is not None:
+                    self._messages.append((batch, batch.owner, flat))
+        for old, new in zip(before, self.packed, strict=True):
+            if old is not None and new is not None:
+                new.copy_(old)
+
+    def _make_room(self, slots: Sequence[FactorSlot]) -> torch.Tensor:
         """For the inverses of `slots`, one after the other in one tensor."""
         kept = [self._inverter.stored_shape(slot.shape) for slot in slots]
         sizes = [rows * columns for rows, columns in kept]
-        first = slots[0]
-        flat = torch.zeros(sum(sizes), dtype=dtypes[first.index], device=first.device)
+        dtype = self._inverter.stored_dtype(slots[0].dtype)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=slots[0].device)
         for slot, part, shape_kept in zip(slots, flat.split(sizes), kept, strict=True):
             self.packed[slot.index] = part.view(shape_kept)
         return flat
-
-    def take_over(self, before: InverseExchange) -> None:
-        """Go on where `before` stopped, whose inverses lay side by side in another order."""
-        self.invert_s, self.wait_s = before.invert_s, before.wait_s
-        for old, new in zip(before.packed, self.packed, strict=True):
-            if old is not None and new is not None:
-                new.copy_(old)
 
     def start(self, tasks_of: Callable[[Sequence[int]], Sequence[InversionTask]]) -> None:
         """From now on every inverse is brought up to date. `tasks_of` says what to invert for slots

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offbeat.callbacks.context import Context
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.device_copies import put
 from offbeat.codec.tally import Tally, is_finite
@@ -35,9 +34,8 @@ from offbeat.collectives.dense import dense_all_reduce, gather_values
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeListener, LaunchOrder
 from offbeat.gradients.reductions import launch_sums
-from offbeat.kfac.blocks import Block, FactorSlot, Side
+from offbeat.kfac.blocks import FactorSlot, KFACContext, Side
 from offbeat.kfac.capture import Capture, Increment
-from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import diagonal_of, products_of_roots
 from offbeat.kfac.plans import FactorPlan, launch_sequence
 from offbeat.torch_private import for_each
@@ -76,19 +74,15 @@ class FactorScheduler(ExchangeListener):
     """Takes factors out of the model's passes and sends them.
 
     Args:
-        context: of the session; its model is there.
-        blocks: what is preconditioned; the same on all ranks.
-        slots: the factors of `blocks`.
-        settings: the intervals, and how factors are counted.
-        plan: which factors share a message, and whether messages leave during the passes.
+        kfac: what all parts know.
         measures: whether the plan depends on when each factor is ready.
         buckets: of gradients, in the order in which they are launched.
         launch_order: the order that factors share with the buckets of gradients.
-        stream: the channels of the messages.
 
     Attributes:
         step: how many optimizer steps have been taken.
-        plan: the plan in force.
+        plan: the plan in force: which factors share a message, and whether messages leave during
+            the passes.
         is_good: whether the last exchange of gradients was settled as good.
         num_exchanges: exchanges of gradients in this step so far.
         is_training_pass: whether the pass that began last, forward or backward, is one for
@@ -100,17 +94,13 @@ class FactorScheduler(ExchangeListener):
 
     def __init__(
         self,
-        context: Context,
-        blocks: Sequence[Block],
-        slots: Sequence[FactorSlot],
+        kfac: KFACContext,
         *,
-        settings: KFACSettings,
-        plan: FactorPlan,
         measures: bool,
         buckets: Sequence[Bucket],
         launch_order: LaunchOrder,
-        stream: Stream,
     ) -> None:
+        context = kfac.session
         assert context.model is not None
         self.step = 0
         self.is_good = True
@@ -118,14 +108,16 @@ class FactorScheduler(ExchangeListener):
         self.is_training_pass = False
         self._own_increments: dict[int, Increment] = {}
         self.retired: set[int] = set()
-        self._blocks, self._slots = blocks, slots
-        self._settings, self._measures = settings, measures
+        self._blocks, self._slots = kfac.blocks, kfac.slots
+        self._settings, self._measures = kfac.settings, measures
         positions = {id(weight): at for at, weight in enumerate(context.parameters.values())}
-        self._first_parameters = [positions[id(blocks[slot.block_index].weight)] for slot in slots]
+        self._first_parameters = [
+            positions[id(self._blocks[slot.block_index].weight)] for slot in self._slots
+        ]
         self._bucket_firsts = [min(bucket.indices) for bucket in buckets]
         self._launch_order = launch_order
-        self._driver, self._stream = context.driver, stream
-        self._expected = [0] * len(slots)
+        self._driver, self._stream = context.driver, kfac.stream
+        self._expected = [0] * len(self._slots)
         self._knows_expected = False
         self._trains: list[bool] = []  # by block, as those steps had it
         self._ready_s_of_steps: list[list[float]] = []
@@ -133,16 +125,14 @@ class FactorScheduler(ExchangeListener):
         self._is_open = self._has_sent = False
         self.capture = Capture(
             context.model,
-            blocks,
-            settings.curvature,
+            kfac.blocks,
+            kfac.settings.curvature,
             warn=context.notices.notify,
             grad_scale=context.grad_scale,
             added=self._on_added,
             room=self._room,
             is_kept=self._is_summed_here,
         )
-        self.adopt(plan)
-        self.begin_step()
 
     def adopt(self, plan: FactorPlan) -> None:
         """Act on `plan` from the next step on."""

@@ -44,7 +44,7 @@ from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import OneOrMore, Positive
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.exchange import LaunchOrder
-from offbeat.kfac.blocks import slots_of
+from offbeat.kfac.blocks import KFACContext, slots_of
 from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.costs import gather_plan_inputs
 from offbeat.kfac.curvature import Curvature as Curvature
@@ -180,11 +180,12 @@ class KFACStrategy(Strategy):
                 f" {self.gradients.name} delivers, and models have learned little or nothing so;"
                 " use torch.optim.SGD, or exchange='allreduce'"
             )
-        found = survey(model, self.curvature)
+        found, settings = survey(model, self.curvature), self.settings()
+        slots = slots_of(found.blocks)
         (context.notices.notify if found.plain else context.notices.inform)(found.notice())
         inputs = gather_plan_inputs(
-            slots_of(found.blocks),
-            settings=self.settings(),
+            slots,
+            settings=settings,
             measures=self.planner.measures,
             driver=context.driver,
             stream=context.new_stream(),
@@ -199,9 +200,13 @@ class KFACStrategy(Strategy):
         launch_order = LaunchOrder()
         exchange, others = self.gradients.build_exchange(context, launch_order=launch_order)
         kfac = KFACCallback(
-            context,
-            found.blocks,
-            settings=self.settings(),
+            KFACContext(
+                session=context,
+                blocks=found.blocks,
+                slots=slots,
+                settings=settings,
+                stream=context.new_stream(),
+            ),
             planner=self.planner,
             inputs=inputs,
             buckets=exchange.buckets,
