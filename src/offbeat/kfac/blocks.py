@@ -150,10 +150,6 @@ class BlockGradient(NamedTuple):
     def parts(self) -> list[torch.Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
 
 class JoinedGradients(NamedTuple):
     """Gradients of several blocks of one kind, as if their groups were groups of one block.
@@ -191,10 +187,6 @@ class JoinedGradients(NamedTuple):
     @property
     def parts(self) -> list[torch.Tensor]:
         return [part for each in self.members for part in each.parts]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.members[0].dtype
 
 
 class Covered(TypedDict, total=False):
@@ -289,19 +281,14 @@ class Block(ABC):
         """Whether the weight has one, and parameters the shapes that the block was made for."""
         return self.keeps_shape() and self.weight.grad is not None
 
-    @property
-    def fixes_bias(self) -> bool:
-        """As of `BlockGradient`."""
-        return self.bias is not None and self.bias.grad is None
-
     def gradient(self) -> BlockGradient:
         """Views of the gradient. `has_gradient` must hold."""
         weight, bias = gradient_of(self.weight), self.bias
         if self.rows != EVERYTHING:
             weight = weight[self.rows]
         matrix = self.to_matrix(weight)
-        if bias is None or self.fixes_bias:
-            return BlockGradient(matrix, None, self.fixes_bias)
+        if bias is None or bias.grad is None:
+            return BlockGradient(matrix, None, fixes_bias=bias is not None)
         return BlockGradient(matrix, gradient_of(bias)[self.bias_rows].view(*matrix.shape[:2], 1))
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from dataclasses import replace
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -95,6 +95,7 @@ class KFACCallback(Callback):
     ) -> None:
         self._context, self._settings, self._stream = kfac.session, kfac.settings, kfac.stream
         self._planner, self._inputs, self._is_checked = planner, inputs, False
+        self._with_gradient: set[int] = set()  # positions of parameters, until they are checked
         self.blocks, self.slots = kfac.blocks, kfac.slots
         self.form = form_of(self.slots, kfac.settings, same_devices=inputs.same_devices)
         self.wait_s = 0.0
@@ -110,14 +111,10 @@ class KFACCallback(Callback):
     @property
     def num_bytes(self) -> int:
         """Memory on this rank that averages, inverses and messages take from the first steps on."""
-        inverses = self.preconditioner.inverses.packed
-        tensors = [
-            *(factor.weighted_sum for factor in self.averages.factors.values()),
-            *(inverse for inverse in inverses if inverse is not None),
-        ]
-        return sum(tensor.nbytes for tensor in tensors) + sum(
-            message.num_bytes for message in self.scheduler.messages
-        )
+        kept = [factor.weighted_sum for factor in self.averages.factors.values()]
+        kept += [each for each in self.preconditioner.inverses.packed if each is not None]
+        num_sent = sum(message.num_bytes for message in self.scheduler.messages)
+        return sum(tensor.nbytes for tensor in kept) + num_sent
 
     @property
     def plan(self) -> FactorPlan:
@@ -151,7 +148,7 @@ class KFACCallback(Callback):
     @override
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         if not self._is_checked:
-            self.scheduler.saw_gradient(index)
+            self._with_gradient.add(index)
 
     @override
     def on_before_update(self) -> None:
@@ -177,20 +174,22 @@ class KFACCallback(Callback):
         """Name the blocks whose weights got gradients while nobody saw their inputs and outputs.
         Collective, and all ranks conclude the same: when one raises, none is left waiting.
         """
-        used, seen = self.scheduler.blocks_used(), self.scheduler.capture.pop_layers_seen()
+        capture, seen = self.scheduler.capture, self.scheduler.capture.pop_layers_seen()
+        parameters = list(self._context.parameters.values())
+        with_gradient = {id(parameters[position]) for position in self._with_gradient}
+        used = {
+            index
+            for index, block in enumerate(self.blocks)
+            if id(block.weight) in with_gradient and not capture.is_retired(index)
+        }
         layers = [
             (index, name)
             for index, block in enumerate(self.blocks)
             for use in block.uses
             for name in use.names
         ]
-        counts = torch.tensor(
-            [
-                [index in used for index, _ in layers],
-                [index in used and name in seen for index, name in layers],
-            ],
-            dtype=torch.float64,
-        )
+        flags = [[index in used, index in used and name in seen] for index, name in layers]
+        counts = torch.tensor(flags, dtype=torch.float64).T.contiguous()
         for pending in launch_sums(self._context.driver, self._stream, counts):
             pending.wait()
         in_use, is_seen = (counts > 0).tolist()
@@ -238,13 +237,14 @@ class KFACCallback(Callback):
             self.wait_s += time.monotonic() - began_s
             sums = message.read()
             for each in sums:
-                self.scheduler.complete_(each.slot, each.mean)
+                self._complete_(each.slot, each.mean)
             self.averages.add(sums)
             num_retired += [(each.slot // 2, each.num_retired) for each in sums]
             if inverts:
                 inverses.advance(number)
-        for slot, increment in self.scheduler.pop_own_increments().items():
-            self.scheduler.complete_(slot, increment.packed)
+        own, self.scheduler.own_increments = self.scheduler.own_increments, {}
+        for slot, increment in own.items():
+            self._complete_(slot, increment.packed)
             self.averages.add_own(slot, increment, is_retired=self.scheduler.is_retired_here(slot))
         if num_retired:
             # One transfer for all numbers: on a GPU the host waits for each value that it asks for.
@@ -253,6 +253,17 @@ class KFACCallback(Callback):
             self.scheduler.retire(
                 index for (index, _), count in zip(num_retired, counts, strict=True) if count
             )
+
+    def _complete_(self, slot: int, packed: torch.Tensor) -> None:
+        """Turn a factor of the passes before the step's first exchange into one of the whole step:
+        each of n exchanges has brought as many terms of the loss, of n times as many in all, so
+        that each term's own gradient is n times what those passes took it for.
+        """
+        if self.scheduler.num_exchanges > 1:
+            uses = self.blocks[slot // 2].uses
+            for use, part in zip(uses, packed.chunk(len(uses)), strict=True):
+                if (self.slots[slot].side == "output") != use.is_flipped:
+                    part.mul_(self.scheduler.num_exchanges**2)
 
     @override
     def on_after_step(self) -> None:
@@ -320,7 +331,7 @@ class KFACCallback(Callback):
     @override
     def close(self) -> None:
         """Take the hooks out."""
-        self.scheduler.close()
+        self.scheduler.capture.remove()
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -329,8 +340,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-@dataclass(frozen=True, slots=True)
-class RunningFactor:
+class RunningFactor(NamedTuple):
     """One factor's average over steps, packed.
 
     Attributes:
@@ -464,14 +474,14 @@ class FactorAverages:
         are_valid = dict(zip(both, (masses > 0).unbind(), strict=True))
         divisors = dict(zip(both, _or_one(masses).unbind(), strict=True))
         sums = {slot: self.factors[slot].weighted_sum for slot in both}
-        shapes = {slot: self._slots[slot].shape for slot in both}
+        shapes = {slot: self._slots[slot].shape.joined for slot in both}
         for pair in pairs:
-            if shapes[pair[0]].uses > 1:
-                averages = [(self.factors[slot].average(), shapes[slot]) for slot in pair]
+            if self._slots[pair[0]].shape.uses > 1:
+                averages = [(self.factors[at].average(), self._slots[at].shape) for at in pair]
                 for slot, joined in zip(pair, joined_factors(*averages), strict=True):
                     sums[slot], divisors[slot] = joined, torch.ones_like(divisors[slot])
         # Without pi the partner may not have arrived yet, and does not matter.
-        means = torch.stack([mean_eigenvalue(sums[slot], shapes[slot].joined) for slot in both])
+        means = torch.stack([mean_eigenvalue(sums[slot], shapes[slot]) for slot in both])
         of_sides = damping_of(
             *(means / torch.stack([divisors[slot] for slot in both])).view(-1, 2).unbind(1),
             damping=self._settings.damping,
@@ -482,7 +492,7 @@ class FactorAverages:
             InversionTask(
                 name=self._slots[slot].name,
                 packed=sums[slot] / divisors[slot],
-                shape=shapes[slot].joined,
+                shape=shapes[slot],
                 damping=damping[slot],
                 valid=are_valid[slot],
             )

@@ -106,7 +106,6 @@ class Preconditioner:
         self.inverses = InverseExchange(
             self._slots, self._inverter, driver=self._driver, stream=self._stream
         )
-        self._pairs: dict[int, InversePair | None] = {}
 
     def adopt(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> None:
         """Have what `plan` says, inverted and sent in `order`. Inverses that this rank has already
@@ -114,13 +113,13 @@ class Preconditioner:
         """
         self._plan = plan
         self.inverses.adopt(order, travels=not plan.by_owner)
-        self._pairs.clear()
+        self._pair_inverses()
 
     def finish_inversions(self) -> None:
         """Until all inverses are there."""
         self.inverses.finish()
         self.is_stale = False
-        self._pairs.clear()
+        self._pair_inverses()
 
     def precondition(self, retired: Collection[int]) -> None:
         """Replace the gradients of all blocks but the `retired` ones by preconditioned
@@ -133,8 +132,8 @@ class Preconditioner:
             for parameter in group["params"]
         }
         live = [
-            InvertedBlock(block, self._pair_of(index), lr_of.get(id(block.weight), 0.0), index)
-            for index, block in enumerate(self._blocks)
+            InvertedBlock(block, pair, lr_of.get(id(block.weight), 0.0), index)
+            for index, (block, pair) in enumerate(zip(self._blocks, self._pairs, strict=True))
             if index not in retired
         ]
         if self._plan.by_owner:
@@ -185,18 +184,15 @@ class Preconditioner:
             message.show(1.0 if nu is None else float(nu))
         return nu
 
-    def _pair_of(self, block_index: int) -> InversePair | None:
-        """What this rank has of a block's inverses; None where only its owner has them. It is the
-        same object until there are other inverses.
+    def _pair_inverses(self) -> None:
+        """There are other inverses. By block, what this rank has of them; None where only its owner
+        has them.
         """
-        if block_index not in self._pairs:
-            inputs, outputs = self.inverses.packed[2 * block_index : 2 * block_index + 2]
-            self._pairs[block_index] = (
-                None
-                if inputs is None or outputs is None
-                else InversePair(inputs, outputs, self._form)
-            )
-        return self._pairs[block_index]
+        packed = self.inverses.packed
+        self._pairs = [
+            None if inputs is None or outputs is None else InversePair(inputs, outputs, self._form)
+            for inputs, outputs in zip(packed[::2], packed[1::2], strict=True)
+        ]
 
     # State
 
@@ -213,7 +209,7 @@ class Preconditioner:
         another form.
         """
         self.is_stale = saved["form"] != self._form
-        self._pairs.clear()
+        self._pair_inverses()
         for slot, inverse in zip(self._slots, self.inverses.packed, strict=True):
             if inverse is not None:
                 none = torch.zeros_like(inverse)
@@ -272,16 +268,15 @@ class _GradientMessage:
         look_up(self._members)
         for number, (block, inverse, lr, _) in enumerate(self._members):
             assert inverse is not None, "the owner has them"
-            preconditioned, gradient = self._preconditioned[number], block.gradient().matrix()
             if not inverse.exists:
                 continue
             self._exists[number] = 1.0
-            found = inverse.apply(
-                gradient, block.inputs, block.outputs, fixes_bias=block.fixes_bias
-            )
-            self.change.add_(torch.dot(found.flatten(), gradient.flatten()) * lr**2)
+            gradient, preconditioned = block.gradient(), self._preconditioned[number]
+            matrix, fixes_bias = gradient.matrix(), gradient.fixes_bias
+            found = inverse.apply(matrix, block.inputs, block.outputs, fixes_bias=fixes_bias)
+            self.change.add_(torch.dot(found.flatten(), matrix.flatten()) * lr**2)
             preconditioned.copy_(found)
-            graft_(preconditioned, gradient, grafting)
+            graft_(preconditioned, matrix, grafting)
 
     def show(self, scale: float) -> None:
         for number, (block, *_) in enumerate(self._members):
@@ -565,7 +560,7 @@ def precondition_(
                 torch.linalg.vecdot(preconditioned.flatten(), matrix.flatten())
             )
         graft_(preconditioned, matrix, grafting)
-        if kl_clip is not None and gradient.dtype.itemsize < preconditioned.dtype.itemsize:
+        if kl_clip is not None and gradient.parts[0].itemsize < preconditioned.itemsize:
             apart.append((gradient, preconditioned))
         else:
             gradient.write_(preconditioned)
@@ -608,25 +603,25 @@ def _apply_each(members: Sequence[InvertedBlock], *, joins: bool) -> Iterator[_A
     tiny matrix for each channel, are made together: handling each norm costs more than its
     arithmetic. They stay together if `joins`.
     """
-    norms: dict[object, list[tuple[Block, InversePair, float]]] = {}
+    norms: dict[object, list[tuple[Block, BlockGradient, InversePair, float]]] = {}
     for block, inverse, lr, _ in members:
         if inverse is None or not inverse.exists or not block.has_gradient():
             continue
-        if block.inputs.is_tiny and block.outputs.is_tiny and not block.fixes_bias:
-            kind = block.matrix_shape[1:], block.has_bias, block.weight.dtype, block.weight.device
-            norms.setdefault((*kind, lr), []).append((block, inverse, lr))
-            continue
         gradient = block.gradient()
+        if block.inputs.is_tiny and block.outputs.is_tiny and not gradient.fixes_bias:
+            kind = block.matrix_shape[1:], block.has_bias, block.weight.dtype, block.weight.device
+            norms.setdefault((*kind, lr), []).append((block, gradient, inverse, lr))
+            continue
         matrix = gradient.matrix()
         found = inverse.apply(matrix, block.inputs, block.outputs, fixes_bias=gradient.fixes_bias)
         yield lr, gradient, matrix, found
     for some in norms.values():
-        first, inverse, lr = some[0]
-        gradients = JoinedGradients([block.gradient() for block, _, _ in some])
+        first, _, inverse, lr = some[0]
+        gradients = JoinedGradients([gradient for _, gradient, _, _ in some])
         matrix = gradients.matrix()
         found = InversePair(
-            torch.cat([pair.inputs for _, pair, _ in some]),
-            torch.cat([pair.outputs for _, pair, _ in some]),
+            torch.cat([pair.inputs for _, _, pair, _ in some]),
+            torch.cat([pair.outputs for _, _, pair, _ in some]),
             inverse.form,
         ).apply(
             matrix,

@@ -60,18 +60,10 @@ from offbeat.kfac.plans import (
     two_messages,
 )
 from offbeat.kfac.survey import survey
-from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.gradient import GradientStrategy
-from offbeat.strategies.gtopk import GTopK
-from offbeat.strategies.powersgd import PowerSGD
-from offbeat.strategies.topk import TopK
+from offbeat.strategies.registry import REGISTRY
 from offbeat.torch_private import unscales_gradients_itself
-
-EXCHANGES: dict[str, type[GradientStrategy]] = {
-    kind.name: kind for kind in (AllReduce, TopK, GTopK, PowerSGD)
-}
-"""Strategies that can exchange the gradients, by name."""
 
 USUAL_CURVATURE: Final = Curvature()
 
@@ -135,11 +127,11 @@ class KFACStrategy(Strategy):
     @property
     def gradients(self) -> GradientStrategy:
         """The strategy that exchanges gradients."""
-        return (
-            self.exchange
-            if isinstance(self.exchange, GradientStrategy)
-            else EXCHANGES[self.exchange]()
+        exchange: Strategy = (
+            REGISTRY[self.exchange]() if isinstance(self.exchange, str) else self.exchange
         )
+        assert isinstance(exchange, GradientStrategy)
+        return exchange
 
     @override
     def for_plain_script(self) -> Self:
