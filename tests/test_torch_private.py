@@ -28,6 +28,7 @@ from offbeat.torch_private import (
     current_backward_pass,
     for_each,
     has_avx512_bfloat16,
+    inside_transform,
     is_compiled_module,
     is_in_flat_parameter,
     new_gloo_backend,
@@ -59,6 +60,23 @@ def test_a_pass_that_adds_to_a_gradient_is_told_from_one_that_does_not() -> None
     torch.autograd.grad(output.sum(), weight, retain_graph=True)
     output.sum().backward()
     assert told == [False, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # what torch.func imports is scripted
+def test_a_transform_is_seen_while_it_runs() -> None:
+    told = []
+
+    def told_of(x: torch.Tensor) -> torch.Tensor:
+        told.append(inside_transform())
+        return x.sin().sum()
+
+    x = torch.ones(2, 2)
+    torch.func.grad(told_of)(x)
+    torch.func.vmap(told_of)(x)
+    torch.func.jvp(told_of, (x,), (x,))
+    assert told == [True] * 3
+    told_of(x)
+    assert not told[-1]
 
 
 def test_a_compiled_module_is_known() -> None:

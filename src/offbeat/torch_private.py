@@ -38,6 +38,15 @@ def current_backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def inside_transform() -> bool:
+    """Whether a transform of `torch.func`, such as `vmap` or `grad`, runs what runs now.
+
+    A hook that is called there gets tensors that only the transform may change or keep, and no
+    public name tells them from others.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def accumulates(parameter: torch.Tensor) -> bool:
     """Whether the backward pass that runs now adds to `parameter.grad`. One of torch.autograd.grad
     does not, and a hook on a tensor sees both alike.

@@ -290,15 +290,9 @@ def phase(inverter: Noting) -> InverseExchange:
         )
         for index in range(6)
     ]
-    return InverseExchange(
-        order,
-        slots,
-        [torch.float32] * 6,
-        travels=True,
-        driver=SingleRank(),
-        stream=Stream(1),
-        inverter=inverter,
-    )
+    exchange = InverseExchange(slots, inverter, driver=SingleRank(), stream=Stream(1))
+    exchange.adopt(order, travels=True)
+    return exchange
 
 
 def test_owners_invert_as_messages_arrive_and_others_while_they_wait(

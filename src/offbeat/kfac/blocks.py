@@ -34,8 +34,11 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
+from offbeat.callbacks.context import Context
+from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import FactorShape, factor_shape
 from offbeat.torch_private import for_each
+from offbeat.transport.driver import Stream
 
 Side: TypeAlias = Literal["input", "output"]
 """Which factor of a block: "input" is A, "output" is G."""
@@ -147,10 +150,6 @@ class BlockGradient(NamedTuple):
     def parts(self) -> list[torch.Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
 
 class JoinedGradients(NamedTuple):
     """Gradients of several blocks of one kind, as if their groups were groups of one block.
@@ -188,10 +187,6 @@ class JoinedGradients(NamedTuple):
     @property
     def parts(self) -> list[torch.Tensor]:
         return [part for each in self.members for part in each.parts]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.members[0].dtype
 
 
 class Covered(TypedDict, total=False):
@@ -286,19 +281,14 @@ class Block(ABC):
         """Whether the weight has one, and parameters the shapes that the block was made for."""
         return self.keeps_shape() and self.weight.grad is not None
 
-    @property
-    def fixes_bias(self) -> bool:
-        """As of `BlockGradient`."""
-        return self.bias is not None and self.bias.grad is None
-
     def gradient(self) -> BlockGradient:
         """Views of the gradient. `has_gradient` must hold."""
         weight, bias = gradient_of(self.weight), self.bias
         if self.rows != EVERYTHING:
             weight = weight[self.rows]
         matrix = self.to_matrix(weight)
-        if bias is None or self.fixes_bias:
-            return BlockGradient(matrix, None, self.fixes_bias)
+        if bias is None or bias.grad is None:
+            return BlockGradient(matrix, None, fixes_bias=bias is not None)
         return BlockGradient(matrix, gradient_of(bias)[self.bias_rows].view(*matrix.shape[:2], 1))
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
@@ -378,6 +368,25 @@ def slots_of(blocks: Sequence[Block]) -> list[FactorSlot]:
         for number, block in enumerate(blocks)
         for side in SIDES
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KFACContext:
+    """What the parts of K-FAC on one rank know.
+
+    Attributes:
+        session: what the session lends; its model and optimizer are there.
+        blocks: what is preconditioned; the same on all ranks.
+        slots: the factors of `blocks`.
+        settings: what all K-FAC strategies do alike.
+        stream: the channels of everything that K-FAC sends.
+    """
+
+    session: Context
+    blocks: Sequence[Block]
+    slots: Sequence[FactorSlot]
+    settings: KFACSettings
+    stream: Stream
 
 
 class TiedBlock(Block):

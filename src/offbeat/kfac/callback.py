@@ -34,24 +34,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from dataclasses import replace
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
-from offbeat.callbacks.context import Context
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import LaunchOrder
 from offbeat.gradients.reductions import launch_sums
-from offbeat.kfac.blocks import Block, FactorSlot, slots_of
+from offbeat.kfac.blocks import KFACContext
 from offbeat.kfac.capture import Increment
-from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import FactorShape, diagonal_of
 from offbeat.kfac.inverses import InversionTask, form_of
-from offbeat.kfac.plans import FactorPlan, InverseBatch, KFACPlanner, PlanInputs, inversion_order
+from offbeat.kfac.plans import FactorPlan, KFACPlanner, PlanInputs, inversion_order
 from offbeat.kfac.preconditioner import Preconditioner
 from offbeat.kfac.scheduler import FactorScheduler, SummedFactor
 from offbeat.torch_private import for_each
@@ -59,7 +57,7 @@ from offbeat.torch_private import for_each
 _WHY_UNSEEN: Final = (
     "Hooks do not run where the model was compiled and called before attach(): attach first, or"
     " call torch.compiler.reset() after it. Nor do they where a layer's weight is used without"
-    " calling the layer, as in F.linear(x, layer.weight)"
+    " calling the layer, as in F.linear(x, layer.weight), or inside a transform of torch.func"
 )
 _MOST_NAMES: Final = 8
 
@@ -69,17 +67,14 @@ class KFACCallback(Callback):
     of gradients in the order of callbacks.
 
     Args:
-        context: of the session; its model and optimizer are there.
-        blocks: what is preconditioned; the same on all ranks.
-        settings: what all K-FAC strategies do alike.
+        kfac: what all parts know.
         planner: what tells this one from the others.
         inputs: what it plans from.
         buckets: of gradients, in the order in which they are launched.
         launch_order: the order that factors share with the buckets of gradients.
 
     Attributes:
-        blocks: as given.
-        slots: the factors of the blocks.
+        blocks, slots: as in `kfac`.
         form: what is kept of inverses.
         scheduler: takes and sends factors; listens to the exchange of gradients.
         averages: of the factors over steps.
@@ -91,64 +86,35 @@ class KFACCallback(Callback):
 
     def __init__(
         self,
-        context: Context,
-        blocks: Sequence[Block],
+        kfac: KFACContext,
         *,
-        settings: KFACSettings,
         planner: KFACPlanner,
         inputs: PlanInputs,
         buckets: Sequence[Bucket],
         launch_order: LaunchOrder,
     ) -> None:
-        self._context, self._settings = context, settings
-        self._planner, self._inputs = planner, inputs
-        self._stream, self._is_checked = context.new_stream(), False
-        self.blocks, self.slots = blocks, slots_of(blocks)
-        self.form = form_of(self.slots, settings, same_devices=inputs.same_devices)
+        self._context, self._settings, self._stream = kfac.session, kfac.settings, kfac.stream
+        self._planner, self._inputs, self._is_checked = planner, inputs, False
+        self._with_gradient: set[int] = set()  # positions of parameters, until they are checked
+        self.blocks, self.slots = kfac.blocks, kfac.slots
+        self.form = form_of(self.slots, kfac.settings, same_devices=inputs.same_devices)
         self.wait_s = 0.0
-        plan = planner.plan(inputs)
+        measures = inputs.costs is not None
         self.scheduler = FactorScheduler(
-            context,
-            blocks,
-            self.slots,
-            settings=settings,
-            plan=plan,
-            measures=inputs.costs is not None,
-            buckets=buckets,
-            launch_order=launch_order,
-            stream=self._stream,
+            kfac, measures=measures, buckets=buckets, launch_order=launch_order
         )
-        self.averages = FactorAverages(
-            self.slots, settings=settings, plan=plan, rank=context.driver.rank
-        )
-        self.preconditioner = Preconditioner(
-            context,
-            blocks,
-            self.slots,
-            form=self.form,
-            settings=settings,
-            plan=plan,
-            order=self._order(plan),
-            stream=self._stream,
-        )
-
-    def _order(self, plan: FactorPlan) -> Sequence[InverseBatch]:
-        # With the damping divided between A and G, inverting either of them needs the traces of
-        # both; so does joining two uses of a weight.
-        joins = any(slot.shape.uses > 1 for slot in self.slots)
-        return inversion_order(plan, self._inputs, pairs=joins or self._settings.curvature.pi)
+        self.averages = FactorAverages(kfac)
+        self.preconditioner = Preconditioner(kfac, self.form)
+        self._adopt(planner.plan(inputs))
+        self.scheduler.begin_step()
 
     @property
     def num_bytes(self) -> int:
         """Memory on this rank that averages, inverses and messages take from the first steps on."""
-        inverses = self.preconditioner.inverses.packed
-        tensors = [
-            *(factor.weighted_sum for factor in self.averages.factors.values()),
-            *(inverse for inverse in inverses if inverse is not None),
-        ]
-        return sum(tensor.nbytes for tensor in tensors) + sum(
-            message.num_bytes for message in self.scheduler.messages
-        )
+        kept = [factor.weighted_sum for factor in self.averages.factors.values()]
+        kept += [each for each in self.preconditioner.inverses.packed if each is not None]
+        num_sent = sum(message.num_bytes for message in self.scheduler.messages)
+        return sum(tensor.nbytes for tensor in kept) + num_sent
 
     @property
     def plan(self) -> FactorPlan:
@@ -158,7 +124,11 @@ class KFACCallback(Callback):
     def _adopt(self, plan: FactorPlan) -> None:
         self.scheduler.adopt(plan)
         self.averages.adopt(plan)
-        self.preconditioner.adopt(plan, self._order(plan))
+        # With the damping divided between A and G, inverting either of them needs the traces of
+        # both; so does joining two uses of a weight.
+        joins = any(slot.shape.uses > 1 for slot in self.slots)
+        pairs = joins or self._settings.curvature.pi
+        self.preconditioner.adopt(plan, inversion_order(plan, self._inputs, pairs=pairs))
 
     # Events
 
@@ -178,7 +148,7 @@ class KFACCallback(Callback):
     @override
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         if not self._is_checked:
-            self.scheduler.saw_gradient(index)
+            self._with_gradient.add(index)
 
     @override
     def on_before_update(self) -> None:
@@ -204,20 +174,22 @@ class KFACCallback(Callback):
         """Name the blocks whose weights got gradients while nobody saw their inputs and outputs.
         Collective, and all ranks conclude the same: when one raises, none is left waiting.
         """
-        used, seen = self.scheduler.blocks_used(), self.scheduler.capture.pop_layers_seen()
+        capture, seen = self.scheduler.capture, self.scheduler.capture.pop_layers_seen()
+        parameters = list(self._context.parameters.values())
+        with_gradient = {id(parameters[position]) for position in self._with_gradient}
+        used = {
+            index
+            for index, block in enumerate(self.blocks)
+            if id(block.weight) in with_gradient and not capture.is_retired(index)
+        }
         layers = [
             (index, name)
             for index, block in enumerate(self.blocks)
             for use in block.uses
             for name in use.names
         ]
-        counts = torch.tensor(
-            [
-                [index in used for index, _ in layers],
-                [index in used and name in seen for index, name in layers],
-            ],
-            dtype=torch.float64,
-        )
+        flags = [[index in used, index in used and name in seen] for index, name in layers]
+        counts = torch.tensor(flags, dtype=torch.float64).T.contiguous()
         for pending in launch_sums(self._context.driver, self._stream, counts):
             pending.wait()
         in_use, is_seen = (counts > 0).tolist()
@@ -265,13 +237,14 @@ class KFACCallback(Callback):
             self.wait_s += time.monotonic() - began_s
             sums = message.read()
             for each in sums:
-                self.scheduler.complete_(each.slot, each.mean)
+                self._complete_(each.slot, each.mean)
             self.averages.add(sums)
             num_retired += [(each.slot // 2, each.num_retired) for each in sums]
             if inverts:
                 inverses.advance(number)
-        for slot, increment in self.scheduler.pop_own_increments().items():
-            self.scheduler.complete_(slot, increment.packed)
+        own, self.scheduler.own_increments = self.scheduler.own_increments, {}
+        for slot, increment in own.items():
+            self._complete_(slot, increment.packed)
             self.averages.add_own(slot, increment, is_retired=self.scheduler.is_retired_here(slot))
         if num_retired:
             # One transfer for all numbers: on a GPU the host waits for each value that it asks for.
@@ -280,6 +253,17 @@ class KFACCallback(Callback):
             self.scheduler.retire(
                 index for (index, _), count in zip(num_retired, counts, strict=True) if count
             )
+
+    def _complete_(self, slot: int, packed: torch.Tensor) -> None:
+        """Turn a factor of the passes before the step's first exchange into one of the whole step:
+        each of n exchanges has brought as many terms of the loss, of n times as many in all, so
+        that each term's own gradient is n times what those passes took it for.
+        """
+        if self.scheduler.num_exchanges > 1:
+            uses = self.blocks[slot // 2].uses
+            for use, part in zip(uses, packed.chunk(len(uses)), strict=True):
+                if (self.slots[slot].side == "output") != use.is_flipped:
+                    part.mul_(self.scheduler.num_exchanges**2)
 
     @override
     def on_after_step(self) -> None:
@@ -347,7 +331,7 @@ class KFACCallback(Callback):
     @override
     def close(self) -> None:
         """Take the hooks out."""
-        self.scheduler.close()
+        self.scheduler.capture.remove()
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -356,8 +340,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{listed} and {more} more" if more > 0 else listed
 
 
-@dataclass(frozen=True, slots=True)
-class RunningFactor:
+class RunningFactor(NamedTuple):
     """One factor's average over steps, packed.
 
     Attributes:
@@ -442,26 +425,16 @@ class FactorAverages:
     """Averages factors over steps, and says what is to be inverted of them.
 
     Args:
-        slots: all factors of the model.
-        settings: the decay and the damping.
-        plan: who keeps which factors.
-        rank: this rank.
+        kfac: what all parts know.
 
     Attributes:
         factors: the averages that this rank keeps, by slot.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[FactorSlot],
-        *,
-        settings: KFACSettings,
-        plan: FactorPlan,
-        rank: int,
-    ) -> None:
-        self._slots, self._settings, self._rank = slots, settings, rank
+    def __init__(self, kfac: KFACContext) -> None:
+        self._slots, self._settings = kfac.slots, kfac.settings
+        self._rank = kfac.session.driver.rank
         self.factors: dict[int, RunningFactor] = {}
-        self.adopt(plan)
 
     def adopt(self, plan: FactorPlan) -> None:
         """Keep what `plan` says. Averages that this rank has already stay as they are."""
@@ -501,14 +474,14 @@ class FactorAverages:
         are_valid = dict(zip(both, (masses > 0).unbind(), strict=True))
         divisors = dict(zip(both, _or_one(masses).unbind(), strict=True))
         sums = {slot: self.factors[slot].weighted_sum for slot in both}
-        shapes = {slot: self._slots[slot].shape for slot in both}
+        shapes = {slot: self._slots[slot].shape.joined for slot in both}
         for pair in pairs:
-            if shapes[pair[0]].uses > 1:
-                averages = [(self.factors[slot].average(), shapes[slot]) for slot in pair]
+            if self._slots[pair[0]].shape.uses > 1:
+                averages = [(self.factors[at].average(), self._slots[at].shape) for at in pair]
                 for slot, joined in zip(pair, joined_factors(*averages), strict=True):
                     sums[slot], divisors[slot] = joined, torch.ones_like(divisors[slot])
         # Without pi the partner may not have arrived yet, and does not matter.
-        means = torch.stack([mean_eigenvalue(sums[slot], shapes[slot].joined) for slot in both])
+        means = torch.stack([mean_eigenvalue(sums[slot], shapes[slot]) for slot in both])
         of_sides = damping_of(
             *(means / torch.stack([divisors[slot] for slot in both])).view(-1, 2).unbind(1),
             damping=self._settings.damping,
@@ -519,7 +492,7 @@ class FactorAverages:
             InversionTask(
                 name=self._slots[slot].name,
                 packed=sums[slot] / divisors[slot],
-                shape=shapes[slot].joined,
+                shape=shapes[slot],
                 damping=damping[slot],
                 valid=are_valid[slot],
             )

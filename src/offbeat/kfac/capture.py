@@ -28,7 +28,8 @@ What is counted, and what is not:
   factors keep their scale.
 - A layer whose shape has changed is retired: a warning names it, and its increments have weight 0
   from then on.
-- Passes without gradients are not seen, nor those in which all that is covered is frozen. Of one
+- Passes without gradients are not seen, nor those inside transforms of `torch.func`, nor those in
+  which all that is covered is frozen. Of one
   that no backward pass follows, as of an evaluation that leaves gradients on, inputs count, and no
   terms of the loss. So it is with `torch.autograd.grad`, which adds to no weight's gradient. Second
   passes through a retained graph cannot be told from training and are counted.
@@ -66,6 +67,7 @@ from offbeat.torch_private import (
     accumulates,
     attention_functions,
     current_backward_pass,
+    inside_transform,
     tensors_in,
 )
 
@@ -96,23 +98,6 @@ class _Sums:
     inputs: Moment | None = None
     outputs: Moment | None = None
     terms: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-
-class _Watched(NamedTuple):
-    """A use of the weight of block `block_index`."""
-
-    block_index: int
-    use: Use
-
-    @property
-    def block(self) -> LayerBlock:
-        return self.use.block
-
-    def side(self, side: Side) -> Side:
-        """Which factor of the whole block the use's own factor `side` adds to, and the reverse."""
-        if not self.use.is_flipped:
-            return side
-        return "output" if side == "input" else "input"
 
 
 class Capture:
@@ -157,12 +142,13 @@ class Capture:
         self._curvature = curvature
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
         self._room, self._is_kept, self._taken = room, is_kept, set[tuple[int, Side]]()
-        self._uses = [
-            _Watched(index, use) for index, block in enumerate(blocks) for use in block.uses
-        ]
-        self._uses_of: list[list[int]] = [[] for _ in blocks]
-        for place, watched in enumerate(self._uses):
-            self._uses_of[watched.block_index].append(place)
+        self._uses: list[Use] = []
+        self._block_of: list[int] = []  # by the number of a use
+        self._uses_of: list[list[int]] = []
+        for index, block in enumerate(blocks):
+            self._uses_of.append([len(self._uses) + number for number in range(len(block.uses))])
+            self._block_of += [index] * len(block.uses)
+            self._uses += block.uses
         self._sums = [_Sums() for _ in self._uses]
         self._layers_seen: set[str] = set()
         self._pass = 0
@@ -177,8 +163,8 @@ class Capture:
             if isinstance(module, nn.MultiheadAttention):
                 self._watch(module)
         inside = {id(module.out_proj) for module in self._watched}
-        for place, watched in enumerate(self._uses):
-            for module, name in zip(watched.use.modules, watched.use.names, strict=True):
+        for place, use in enumerate(self._uses):
+            for module, name in zip(use.modules, use.names, strict=True):
                 if not isinstance(module, nn.MultiheadAttention) and id(module) not in inside:
                     self._handles += self._hook(module, place, name)
 
@@ -211,31 +197,33 @@ class Capture:
         """
         found = [self._take_use(place, side) for place in self._uses_of[index]]
         self._taken.add((index, side))
-        if len(found) == 1:
-            return found[0]
+        sums = [self._sums[place] for place in self._uses_of[index]]
         # One weight counts for both uses, and it is that of the terms of the loss, of which both
         # see the same.
-        of_terms = [
-            float(self._count_terms(self._sums[place])[1]) for place in self._uses_of[index]
-        ]
+        increment = (
+            found[0]
+            if len(found) == 1
+            else Increment(
+                torch.cat([packed for packed, _ in found]),
+                max(float(self._count_terms(each)[1]) for each in sums),
+            )
+        )
         if side == "output":
-            for place in self._uses_of[index]:
-                self._sums[place].terms = {}
-        return Increment(torch.cat([packed for packed, _ in found]), max(of_terms))
+            for each in sums:
+                each.terms = {}
+        return increment
 
     def _take_use(self, place: int, side: Side) -> Increment:
-        watched, sums = self._uses[place], self._sums[place]
-        block, own_side = watched.block, watched.side(side)
+        use, sums = self._uses[place], self._sums[place]
+        block, own_side = use.block, _whole_side(use, side)
         num_terms, num_seen = self._count_terms(sums)
         if own_side == "input":
             moment, sums.inputs = sums.inputs, None
         else:
             moment, sums.outputs = sums.outputs, None
-        if side == "output" and len(self._uses_of[watched.block_index]) == 1:
-            sums.terms = {}
         if (
             moment is None
-            or self.is_retired(watched.block_index)
+            or self.is_retired(self._block_of[place])
             or not (moment.num_rows and (own_side == "input" or num_seen))
         ):
             weight = block.weight
@@ -350,18 +338,18 @@ class Capture:
 
     def retire_use(self, place: int, what: str) -> None:
         """Watch the block of use `place` no longer, for the reason `what`."""
-        self.retire(self._uses[place].block_index, what)
+        self.retire(self._block_of[place], what)
 
     def is_retired(self, index: int) -> bool:
         """Whether block `index` is watched no longer."""
         return self._blocks[index].name in self.retired
 
     def _listens(self, place: int) -> bool:
-        index = self._uses[place].block_index
         return (
             self.phase is not None
             and torch.is_grad_enabled()
-            and not self.is_retired(index)
+            and not inside_transform()
+            and not self.is_retired(self._block_of[place])
             # Else the pass is for another model's sake, as a generator's through its critic is.
             and any(each.weight.requires_grad for each in self._blocks)
         )
@@ -405,8 +393,8 @@ class Capture:
 
     def _add_inputs(self, place: int, inputs: torch.Tensor, num_terms: int | None) -> None:
         began_s, sums = time.monotonic(), self._sums[place]
-        watched = self._uses[place]
-        block = watched.block
+        use, index = self._uses[place], self._block_of[place]
+        block = use.block
         if num_terms is None:
             num_terms = block.num_terms(inputs)
         dim = block.example_dim(inputs)
@@ -417,13 +405,13 @@ class Capture:
         )
         # A pass has as many terms as the widest of its calls.
         sums.terms[self._pass] = max(sums.terms.get(self._pass, (0, 0)), (num_terms, num_seen))
-        if not self._is_kept(watched.block_index):
+        if not self._is_kept(index):
             return
         with _plain_arithmetic(inputs.device.type):
             moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
             sums.inputs = self._plus(place, "input", sums.inputs, moment)
         self.spent_s += time.monotonic() - began_s
-        self._added(watched.block_index, watched.side("input"))
+        self._added(index, _whole_side(use, "input"))
 
     def _add_gradient(
         self,
@@ -433,18 +421,19 @@ class Capture:
         dim: int | None,
         stride: int,
     ) -> None:
-        began_s, sums, watched = time.monotonic(), self._sums[place], self._uses[place]
-        if not self._is_kept(watched.block_index):
+        began_s, sums = time.monotonic(), self._sums[place]
+        use, index = self._uses[place], self._block_of[place]
+        if not self._is_kept(index):
             return
         inputs = None if inputs is None else self._sampled(inputs, dim, stride)
         with _plain_arithmetic(gradient.device.type):
-            moment = watched.block.output_moment(self._sampled(gradient, dim, stride), inputs)
+            moment = use.block.output_moment(self._sampled(gradient, dim, stride), inputs)
             if (scale := self._grad_scale()) != 1:
                 # G is a product of two gradients, each scaled by AMP.
                 moment.packed.div_(scale**2)
             sums.outputs = self._plus(place, "output", sums.outputs, moment)
         self.spent_s += time.monotonic() - began_s
-        self._added(watched.block_index, watched.side("output"))
+        self._added(index, _whole_side(use, "output"))
 
     def _plus(self, place: int, own_side: Side, sum_: Moment | None, moment: Moment) -> Moment:
         """`moment` added to what use `place` has summed. The first one is copied to where it will
@@ -452,8 +441,7 @@ class Capture:
         """
         if sum_ is not None:
             return Moment(sum_.packed.add_(moment.packed), sum_.num_rows + moment.num_rows)
-        watched = self._uses[place]
-        index, side = watched.block_index, watched.side(own_side)
+        index, side = self._block_of[place], _whole_side(self._uses[place], own_side)
         # What was taken is on its way; what comes after it counts for nothing.
         room = None if (index, side) in self._taken else self._room(index, side)
         if room is None:
@@ -483,12 +471,12 @@ class Capture:
 
     def _hook_root(self, model: nn.Module) -> list[Any]:
         def begins(module: nn.Module, args: Any) -> None:
-            if not _inside_backward():
+            if not (_inside_backward() or inside_transform()):
                 self._is_in_root = True
                 self._begin_pass()
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
-            if not _inside_backward():
+            if self._is_in_root:
                 self._is_in_root = False
                 if self.phase is not None:
                     self._watch_loss(output)
@@ -500,9 +488,9 @@ class Capture:
 
     def _watch(self, module: nn.MultiheadAttention) -> None:
         inside = {
-            place: watched.block
-            for place, watched in enumerate(self._uses)
-            if watched.block.module in (module, module.out_proj)
+            place: use.block
+            for place, use in enumerate(self._uses)
+            if use.block.module in (module, module.out_proj)
         }
         if inside:
             watch(module, Projections(self, module, inside))
@@ -519,6 +507,13 @@ class Capture:
             module.register_forward_pre_hook(ModuleHook(module, before), with_kwargs=True),
             module.register_forward_hook(ModuleHook(module, after), with_kwargs=True),
         ]
+
+
+def _whole_side(use: Use, side: Side) -> Side:
+    """Which factor of the whole block a use's own factor `side` adds to, and the reverse."""
+    if not use.is_flipped:
+        return side
+    return "output" if side == "input" else "input"
 
 
 def _first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -556,7 +551,7 @@ class _WatchedAttention(nn.MultiheadAttention):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watched = _watched.get(self)
-        if watched is None or not torch.is_grad_enabled():
+        if watched is None or not torch.is_grad_enabled() or inside_transform():
             return super().forward(*args, **kwargs)
         forward, observer = watched
         output = forward(self, *args, **kwargs)

@@ -395,18 +395,14 @@ def packed_pieces(moment: torch.Tensor, shape: FactorShape) -> torch.Tensor:
     """What `shape` keeps of `moment`, shape (groups, d, d), of which only upper triangles are read:
     packed.
     """
-    groups, dim, _ = moment.shape
     if shape.is_diagonal:
         return moment.diagonal(dim1=1, dim2=2).contiguous()
-    pieces = num_pieces(shape, dim)
+    pieces = num_pieces(shape, moment.shape[1])
     if pieces == 1:
         return pack(moment)
-    cut = moment.new_zeros(groups, pieces, shape.dim, shape.dim)
-    for piece in range(pieces):
-        some = slice(piece * shape.dim, min((piece + 1) * shape.dim, dim))
-        length = some.stop - some.start
-        cut[:, piece, :length, :length] = moment[:, some, some]
-    return pack(cut.flatten(0, 1))
+    more = pieces * shape.dim - moment.shape[1]
+    cut = F.pad(moment, (0, more, 0, more)).unflatten(2, (pieces, -1)).unflatten(1, (pieces, -1))
+    return pack(cut.diagonal(dim1=1, dim2=3).movedim(3, 1).flatten(0, 1))
 
 
 def padded(matrices: torch.Tensor, outputs: FactorShape, inputs: FactorShape) -> torch.Tensor:

@@ -94,11 +94,6 @@ def usual_form(device: torch.device, inverse_interval: int) -> InverseForm:
     )
 
 
-def dtype_of(form: InverseForm, dtype: torch.dtype) -> torch.dtype:
-    """In what dtype inverses of factors in `dtype` are kept."""
-    return torch.bfloat16 if form == "bfloat16" else dtype
-
-
 def form_for(form: InverseForm, shape: FactorShape) -> InverseForm:
     """In which form inverses of a factor are kept where others are in `form`."""
     return "inverse" if form == "triangle" and shape.is_tiny else form
@@ -131,6 +126,10 @@ class Inverter:
             else shape.packed
         )
 
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In what dtype inverses of factors in `dtype` are kept."""
+        return torch.bfloat16 if self._form == "bfloat16" else dtype
+
     def invert(
         self, tasks: Sequence[InversionTask], *, rooms: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
@@ -148,7 +147,7 @@ class Inverter:
             some = [tasks[number] for number in numbers]
             room = rooms[numbers[0]] if rooms is not None and len(some) == 1 else None
             if some[0].shape.is_diagonal:
-                results = _reciprocals(some, dtype_of(self._form, some[0].packed.dtype))
+                results = _reciprocals(some, self.stored_dtype(some[0].packed.dtype))
             else:
                 results, good = self._decompose(some, room)
                 are_good.append((numbers, good))
@@ -179,7 +178,7 @@ class Inverter:
         if found is None:
             found = torch.empty(
                 (len(packed), self.stored_shape(tasks[0].shape)[1]),
-                dtype=dtype_of(self._form, packed.dtype),
+                dtype=self.stored_dtype(packed.dtype),
                 device=packed.device,
             )
         for some, of_each, place in zip(
@@ -203,37 +202,30 @@ class Inverter:
         matrices = [(*each, group) for each in done for group in range(each[0].shape.groups)]
         for (task, inverse, group), is_good in zip(matrices, good.tolist(), strict=True):
             if not is_good:
-                form, dim = form_for(self._form, task.shape), task.shape.dim
-                again = self._retry(task.name, task.packed[group], dim, task.damping, form)
-                inverse[group] = self._keep(again[None])[0]
+                inverse[group] = self._keep(self._retry(task, task.packed[group : group + 1]))[0]
 
     def _keep(self, results: torch.Tensor) -> torch.Tensor:
         """What is kept of inverses, shape (n, d, d): shape (n, ...)."""
         return results.flatten(1) if self._form == "bfloat16" else pack(results)
 
-    def _retry(
-        self,
-        name: str,
-        packed: torch.Tensor,
-        dim: int,
-        damping: torch.Tensor,
-        form: InverseForm,
-    ) -> torch.Tensor:
-        """What stands for the inverse of one matrix that failed, shape (d, d); zeros where every
-        further attempt fails too.
+    def _retry(self, task: InversionTask, packed: torch.Tensor) -> torch.Tensor:
+        """What stands for the inverse of the one matrix `packed` of a factor, which failed, shape
+        (1, d, d); zeros where every further attempt fails too.
         """
+        form, dim = form_for(self._form, task.shape), task.shape.dim
         for times, dtype in RETRIES:
-            matrix = unpack(packed[None].to(dtype or packed.dtype), dim)
-            result, good = damp_and_invert_(matrix, (damping * times).to(matrix.dtype)[None], form)
+            matrix = unpack(packed.to(dtype or packed.dtype), dim)
+            damping = (task.damping * times).to(matrix.dtype)[None]
+            result, good = damp_and_invert_(matrix, damping, form)
             if good:
-                return result[0].to(packed.dtype)
-        if name not in self._warned:
-            self._warned.add(name)
+                return result.to(packed.dtype)
+        if task.name not in self._warned:
+            self._warned.add(task.name)
             self._warn(
-                f"K-FAC's factor {name} is not positive definite, even in float64 and with"
+                f"K-FAC's factor {task.name} is not positive definite, even in float64 and with"
                 f" {RETRIES[-1][0]:g} times the damping; its layer gets plain gradients until it is"
             )
-        return torch.zeros(dim, dim, dtype=packed.dtype, device=packed.device)
+        return packed.new_zeros(1, dim, dim)
 
 
 def damp_and_invert_(

@@ -15,9 +15,7 @@ factors: a few passes over inputs and gradients; nothing of the forward pass is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeAlias, Unpack
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -129,10 +127,8 @@ class LinearBlock(RowsBlock):
 class BiasBlock(RowsBlock):
     """The bias of a linear layer, alone: the only input is 1."""
 
-    def __init__(
-        self, name: str, module: nn.Module, curvature: Curvature, *, bias_name: str
-    ) -> None:
-        super().__init__(name, module, curvature, weight_name=bias_name, bias_name=None)
+    def __init__(self, name: str, module: nn.Module, curvature: Curvature) -> None:
+        super().__init__(name, module, curvature, weight_name="bias", bias_name=None)
         self._lay_out(1, self._weight_shape[0], 1, curvature.max_dim, shares_inputs=True)
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
@@ -282,8 +278,6 @@ SECOND_DIM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm
 ENOUGH_VALUES = 4096
 """From as many the variance of a channel is known well enough."""
 
-Normalise: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-
 
 def is_own_rms_norm(module: nn.Module) -> bool:
     """Whether `module` looks like the RMSNorm that models bring themselves, as those of
@@ -307,24 +301,13 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 class LastDimsNormBlock(RowsBlock):
-    """A LayerNorm or an RMSNorm.
-
-    Args:
-        normalise: what the layer does before it scales.
-    """
+    """A LayerNorm or an RMSNorm."""
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        curvature: Curvature,
-        *,
-        bias_name: str | None,
-        normalise: Normalise,
+        self, name: str, module: nn.Module, curvature: Curvature, *, bias_name: str | None
     ) -> None:
         num_mapped = module.get_parameter("weight").ndim
         super().__init__(name, module, curvature, bias_name=bias_name, num_mapped=num_mapped)
-        self._normalise = normalise
         _lay_out_channels(self)
 
     def fits(self, inputs: torch.Tensor) -> bool:
@@ -332,7 +315,12 @@ class LastDimsNormBlock(RowsBlock):
         return self.keeps_shape() and inputs.shape[-len(dims) :] == dims
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
-        rows = _rows(self._flat(self._normalise(as_real(inputs))))
+        values, dims, norm = as_real(inputs), list(self._weight_shape), self.module
+        if isinstance(norm, nn.LayerNorm):
+            values = F.layer_norm(values, dims, eps=norm.eps)
+        else:
+            values = F.rms_norm(values, dims, eps=_epsilon(norm))
+        rows = _rows(self._flat(values))
         return _moment_of_inputs(rows, (0,), has_bias=self.has_bias)
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
@@ -442,18 +430,3 @@ def _from_sums(sums: torch.Tensor, squares: torch.Tensor, num: int, *, has_bias:
     """A's from each channel's sum and sum of squares over `num` rows."""
     parts = [squares, sums, torch.full_like(sums, num)] if has_bias else [squares]
     return Moment(torch.stack(parts, dim=1), num)
-
-
-def norm_block(
-    name: str, module: Any, curvature: Curvature, *, bias_name: str | None
-) -> LastDimsNormBlock | SecondDimNormBlock:
-    """The block of a normalisation, `module`, whose scale is trained."""
-    if isinstance(module, SECOND_DIM):
-        return SecondDimNormBlock(name, module, bias_name=bias_name)
-    dims = list(module.weight.shape)
-    normalise: Normalise = (
-        partial(F.layer_norm, normalized_shape=dims, eps=module.eps)
-        if isinstance(module, nn.LayerNorm)
-        else partial(F.rms_norm, normalized_shape=dims, eps=_epsilon(module))
-    )
-    return LastDimsNormBlock(name, module, curvature, bias_name=bias_name, normalise=normalise)

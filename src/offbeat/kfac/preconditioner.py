@@ -53,11 +53,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import CheckpointError
-from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot, JoinedGradients
-from offbeat.kfac.curvature import Grafting, KFACSettings
+from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot, JoinedGradients, KFACContext
+from offbeat.kfac.curvature import Grafting
 from offbeat.kfac.factors import (
     FactorShape,
     multiply_columns,
@@ -71,7 +70,6 @@ from offbeat.kfac.inverses import (
     InverseForm,
     InversionTask,
     Inverter,
-    dtype_of,
     form_for,
     is_asynchronous,
 )
@@ -85,14 +83,8 @@ class Preconditioner:
     """Holds the inverses that this rank has, and multiplies gradients by them.
 
     Args:
-        context: of the session; its optimizer is there.
-        blocks: what is preconditioned; the same on all ranks.
-        slots: the factors of `blocks`.
+        kfac: what all parts know.
         form: what is kept of inverses.
-        settings: the damping and the limit of a step.
-        plan: which inverses this rank has, and whether owners send preconditioned gradients.
-        order: in which order inverses are made and sent.
-        stream: the channels of the broadcasts.
 
     Attributes:
         inverses: where the inverses are kept, and how they get there.
@@ -102,55 +94,32 @@ class Preconditioner:
             where nothing limits steps.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        blocks: Sequence[Block],
-        slots: Sequence[FactorSlot],
-        *,
-        form: InverseForm,
-        settings: KFACSettings,
-        plan: FactorPlan,
-        order: Sequence[InverseBatch],
-        stream: Stream,
-    ) -> None:
-        assert context.optimizer is not None
+    def __init__(self, kfac: KFACContext, form: InverseForm) -> None:
+        assert kfac.session.optimizer is not None
         self.is_stale = False
         self.precondition_s = 0.0
-        self._blocks, self._slots, self._form, self._settings = blocks, slots, form, settings
-        self._optimizer, self._driver = context.optimizer, context.driver
-        self._stream = stream
-        self._inverter = Inverter(context.notices.notify, form)
         self.last_nu: torch.Tensor | None = None
-        self._plan = plan
-        self.inverses = self._room_for(plan, order)
-        self._pairs: dict[int, InversePair | None] = {}
+        self._blocks, self._slots, self._settings = kfac.blocks, kfac.slots, kfac.settings
+        self._optimizer, self._driver = kfac.session.optimizer, kfac.session.driver
+        self._stream, self._form = kfac.stream, form
+        self._inverter = Inverter(kfac.session.notices.notify, form)
+        self.inverses = InverseExchange(
+            self._slots, self._inverter, driver=self._driver, stream=self._stream
+        )
 
     def adopt(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> None:
-        """Have what `plan` says, inverted in `order`. Inverses that this rank has already and keeps
-        stay as they are.
+        """Have what `plan` says, inverted and sent in `order`. Inverses that this rank has already
+        and keeps stay as they are.
         """
-        inverses = self._room_for(plan, order)
-        inverses.take_over(self.inverses)
-        self._plan, self.inverses = plan, inverses
-        self._pairs.clear()
+        self._plan = plan
+        self.inverses.adopt(order, travels=not plan.by_owner)
+        self._pair_inverses()
 
     def finish_inversions(self) -> None:
         """Until all inverses are there."""
         self.inverses.finish()
         self.is_stale = False
-        self._pairs.clear()
-
-    def _room_for(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> InverseExchange:
-        return InverseExchange(
-            order,
-            self._slots,
-            [dtype_of(self._form, slot.dtype) for slot in self._slots],
-            travels=not plan.by_owner,
-            driver=self._driver,
-            stream=self._stream,
-            inverter=self._inverter,
-        )
+        self._pair_inverses()
 
     def precondition(self, retired: Collection[int]) -> None:
         """Replace the gradients of all blocks but the `retired` ones by preconditioned
@@ -163,8 +132,8 @@ class Preconditioner:
             for parameter in group["params"]
         }
         live = [
-            InvertedBlock(block, self._pair_of(index), lr_of.get(id(block.weight), 0.0), index)
-            for index, block in enumerate(self._blocks)
+            InvertedBlock(block, pair, lr_of.get(id(block.weight), 0.0), index)
+            for index, (block, pair) in enumerate(zip(self._blocks, self._pairs, strict=True))
             if index not in retired
         ]
         if self._plan.by_owner:
@@ -215,18 +184,15 @@ class Preconditioner:
             message.show(1.0 if nu is None else float(nu))
         return nu
 
-    def _pair_of(self, block_index: int) -> InversePair | None:
-        """What this rank has of a block's inverses; None where only its owner has them. It is the
-        same object until there are other inverses.
+    def _pair_inverses(self) -> None:
+        """There are other inverses. By block, what this rank has of them; None where only its owner
+        has them.
         """
-        if block_index not in self._pairs:
-            inputs, outputs = self.inverses.packed[2 * block_index : 2 * block_index + 2]
-            self._pairs[block_index] = (
-                None
-                if inputs is None or outputs is None
-                else InversePair(inputs, outputs, self._form)
-            )
-        return self._pairs[block_index]
+        packed = self.inverses.packed
+        self._pairs = [
+            None if inputs is None or outputs is None else InversePair(inputs, outputs, self._form)
+            for inputs, outputs in zip(packed[::2], packed[1::2], strict=True)
+        ]
 
     # State
 
@@ -243,7 +209,7 @@ class Preconditioner:
         another form.
         """
         self.is_stale = saved["form"] != self._form
-        self._pairs.clear()
+        self._pair_inverses()
         for slot, inverse in zip(self._slots, self.inverses.packed, strict=True):
             if inverse is not None:
                 none = torch.zeros_like(inverse)
@@ -302,16 +268,15 @@ class _GradientMessage:
         look_up(self._members)
         for number, (block, inverse, lr, _) in enumerate(self._members):
             assert inverse is not None, "the owner has them"
-            preconditioned, gradient = self._preconditioned[number], block.gradient().matrix()
             if not inverse.exists:
                 continue
             self._exists[number] = 1.0
-            found = inverse.apply(
-                gradient, block.inputs, block.outputs, fixes_bias=block.fixes_bias
-            )
-            self.change.add_(torch.dot(found.flatten(), gradient.flatten()) * lr**2)
+            gradient, preconditioned = block.gradient(), self._preconditioned[number]
+            matrix, fixes_bias = gradient.matrix(), gradient.fixes_bias
+            found = inverse.apply(matrix, block.inputs, block.outputs, fixes_bias=fixes_bias)
+            self.change.add_(torch.dot(found.flatten(), matrix.flatten()) * lr**2)
             preconditioned.copy_(found)
-            graft_(preconditioned, gradient, grafting)
+            graft_(preconditioned, matrix, grafting)
 
     def show(self, scale: float) -> None:
         for number, (block, *_) in enumerate(self._members):
@@ -323,14 +288,10 @@ class InverseExchange:
     """Where all inverses that this rank has are kept, and how they get there.
 
     Args:
-        order: who inverts what, and when.
         slots: all factors of the model.
-        dtypes: in what dtype the inverse of each is kept.
-        travels: whether owners send inverses. False: a rank has what it owns, and what every rank
-            inverts.
+        inverter: inverts.
         driver: carries broadcasts out.
         stream: of the broadcasts.
-        inverter: inverts.
 
     Attributes:
         packed: what stands for the inverse of each slot; zeros stand for none. None where this rank
@@ -341,51 +302,53 @@ class InverseExchange:
 
     def __init__(
         self,
-        order: Sequence[InverseBatch],
         slots: Sequence[FactorSlot],
-        dtypes: Sequence[torch.dtype],
+        inverter: Inverter,
         *,
-        travels: bool,
         driver: Driver,
         stream: Stream,
-        inverter: Inverter,
     ) -> None:
         self.invert_s = self.wait_s = 0.0
-        self._driver, self._stream, self._inverter = driver, stream, inverter
-        self._travels, self._slots = travels, slots
+        self._slots, self._inverter, self._driver, self._stream = slots, inverter, driver, stream
         self.packed: list[torch.Tensor | None] = [None] * len(slots)
-        # What an owner inverts in one go, and where these inverses lie side by side.
-        self._messages: list[tuple[InverseBatch, int, torch.Tensor]] = []
-        self._by_all = [batch for batch in order if batch.owner is None]
-        for batch in order:
-            if batch.owner is None or travels or batch.owner == driver.rank:
-                flat = self._make_room([slots[slot] for slot in batch.slots], dtypes)
-                if batch.owner is not None:
-                    self._messages.append((batch, batch.owner, flat))
         self._tasks_of: Callable[[Sequence[int]], Sequence[InversionTask]] | None = None
         self._num_messages: float = 0
         self._to_send: deque[tuple[InverseBatch, int, torch.Tensor]] = deque()
         self._to_fill: deque[InverseBatch] = deque()
         self._pending: list[Pending[torch.Tensor]] = []
 
-    def _make_room(
-        self, slots: Sequence[FactorSlot], dtypes: Sequence[torch.dtype]
-    ) -> torch.Tensor:
+    def adopt(self, order: Sequence[InverseBatch], *, travels: bool) -> None:
+        """Invert in `order` from now on. Inverses that are there already go on, side by side in
+        that order.
+
+        Args:
+            order: who inverts what, and when.
+            travels: whether owners send inverses. False: a rank has what it owns, and what every
+                rank inverts.
+        """
+        before, self.packed = self.packed, [None] * len(self._slots)
+        self._travels = travels
+        # What an owner inverts in one go, and where these inverses lie side by side.
+        self._messages: list[tuple[InverseBatch, int, torch.Tensor]] = []
+        self._by_all = [batch for batch in order if batch.owner is None]
+        for batch in order:
+            if batch.owner is None or travels or batch.owner == self._driver.rank:
+                flat = self._make_room([self._slots[slot] for slot in batch.slots])
+                if batch.owner is not None:
+                    self._messages.append((batch, batch.owner, flat))
+        for old, new in zip(before, self.packed, strict=True):
+            if old is not None and new is not None:
+                new.copy_(old)
+
+    def _make_room(self, slots: Sequence[FactorSlot]) -> torch.Tensor:
         """For the inverses of `slots`, one after the other in one tensor."""
         kept = [self._inverter.stored_shape(slot.shape) for slot in slots]
         sizes = [rows * columns for rows, columns in kept]
-        first = slots[0]
-        flat = torch.zeros(sum(sizes), dtype=dtypes[first.index], device=first.device)
+        dtype = self._inverter.stored_dtype(slots[0].dtype)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=slots[0].device)
         for slot, part, shape_kept in zip(slots, flat.split(sizes), kept, strict=True):
             self.packed[slot.index] = part.view(shape_kept)
         return flat
-
-    def take_over(self, before: InverseExchange) -> None:
-        """Go on where `before` stopped, whose inverses lay side by side in another order."""
-        self.invert_s, self.wait_s = before.invert_s, before.wait_s
-        for old, new in zip(before.packed, self.packed, strict=True):
-            if old is not None and new is not None:
-                new.copy_(old)
 
     def start(self, tasks_of: Callable[[Sequence[int]], Sequence[InversionTask]]) -> None:
         """From now on every inverse is brought up to date. `tasks_of` says what to invert for slots
@@ -597,7 +560,7 @@ def precondition_(
                 torch.linalg.vecdot(preconditioned.flatten(), matrix.flatten())
             )
         graft_(preconditioned, matrix, grafting)
-        if kl_clip is not None and gradient.dtype.itemsize < preconditioned.dtype.itemsize:
+        if kl_clip is not None and gradient.parts[0].itemsize < preconditioned.itemsize:
             apart.append((gradient, preconditioned))
         else:
             gradient.write_(preconditioned)
@@ -640,25 +603,25 @@ def _apply_each(members: Sequence[InvertedBlock], *, joins: bool) -> Iterator[_A
     tiny matrix for each channel, are made together: handling each norm costs more than its
     arithmetic. They stay together if `joins`.
     """
-    norms: dict[object, list[tuple[Block, InversePair, float]]] = {}
+    norms: dict[object, list[tuple[Block, BlockGradient, InversePair, float]]] = {}
     for block, inverse, lr, _ in members:
         if inverse is None or not inverse.exists or not block.has_gradient():
             continue
-        if block.inputs.is_tiny and block.outputs.is_tiny and not block.fixes_bias:
-            kind = block.matrix_shape[1:], block.has_bias, block.weight.dtype, block.weight.device
-            norms.setdefault((*kind, lr), []).append((block, inverse, lr))
-            continue
         gradient = block.gradient()
+        if block.inputs.is_tiny and block.outputs.is_tiny and not gradient.fixes_bias:
+            kind = block.matrix_shape[1:], block.has_bias, block.weight.dtype, block.weight.device
+            norms.setdefault((*kind, lr), []).append((block, gradient, inverse, lr))
+            continue
         matrix = gradient.matrix()
         found = inverse.apply(matrix, block.inputs, block.outputs, fixes_bias=gradient.fixes_bias)
         yield lr, gradient, matrix, found
     for some in norms.values():
-        first, inverse, lr = some[0]
-        gradients = JoinedGradients([block.gradient() for block, _, _ in some])
+        first, _, inverse, lr = some[0]
+        gradients = JoinedGradients([gradient for _, gradient, _, _ in some])
         matrix = gradients.matrix()
         found = InversePair(
-            torch.cat([pair.inputs for _, pair, _ in some]),
-            torch.cat([pair.outputs for _, pair, _ in some]),
+            torch.cat([pair.inputs for _, _, pair, _ in some]),
+            torch.cat([pair.outputs for _, _, pair, _ in some]),
             inverse.form,
         ).apply(
             matrix,

@@ -18,14 +18,13 @@ ranks, because each message says which layers its sender has retired.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from offbeat.callbacks.context import Context
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.device_copies import put
 from offbeat.codec.tally import Tally, is_finite
@@ -35,9 +34,8 @@ from offbeat.collectives.dense import dense_all_reduce, gather_values
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeListener, LaunchOrder
 from offbeat.gradients.reductions import launch_sums
-from offbeat.kfac.blocks import Block, FactorSlot, Side
+from offbeat.kfac.blocks import FactorSlot, KFACContext, Side
 from offbeat.kfac.capture import Capture, Increment
-from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import diagonal_of, products_of_roots
 from offbeat.kfac.plans import FactorPlan, launch_sequence
 from offbeat.torch_private import for_each
@@ -60,8 +58,6 @@ class _StepProgress:
         is_handed_over: for each message, whether the launch order has it.
         ready_s: for each slot, when its factor was added to last, in seconds since the first one.
         first_added_s: when the first factor was added to; None: none has been.
-        with_gradient: positions in the model of the parameters that this rank's passes have given
-            a gradient.
     """
 
     num_added: list[int]
@@ -69,63 +65,58 @@ class _StepProgress:
     is_handed_over: list[bool]
     ready_s: list[float]
     first_added_s: float | None = None
-    with_gradient: set[int] = field(default_factory=set)
 
 
 class FactorScheduler(ExchangeListener):
     """Takes factors out of the model's passes and sends them.
 
     Args:
-        context: of the session; its model is there.
-        blocks: what is preconditioned; the same on all ranks.
-        slots: the factors of `blocks`.
-        settings: the intervals, and how factors are counted.
-        plan: which factors share a message, and whether messages leave during the passes.
+        kfac: what all parts know.
         measures: whether the plan depends on when each factor is ready.
         buckets: of gradients, in the order in which they are launched.
         launch_order: the order that factors share with the buckets of gradients.
-        stream: the channels of the messages.
 
     Attributes:
         step: how many optimizer steps have been taken.
-        plan: the plan in force.
+        plan: the plan in force: which factors share a message, and whether messages leave during
+            the passes.
         is_good: whether the last exchange of gradients was settled as good.
         num_exchanges: exchanges of gradients in this step so far.
         is_training_pass: whether the pass that began last, forward or backward, is one for
             training. In other passes no message leaves early.
         messages: the messages of the plan, in the order in which they are launched.
+        own_increments: where no factors are sent, this step's of those that this rank averages by
+            itself, by slot. Whoever takes them in takes them away.
         retired: indices of the blocks that all ranks have given up.
         capture: the hooks on the model.
     """
 
     def __init__(
         self,
-        context: Context,
-        blocks: Sequence[Block],
-        slots: Sequence[FactorSlot],
+        kfac: KFACContext,
         *,
-        settings: KFACSettings,
-        plan: FactorPlan,
         measures: bool,
         buckets: Sequence[Bucket],
         launch_order: LaunchOrder,
-        stream: Stream,
     ) -> None:
+        context = kfac.session
         assert context.model is not None
         self.step = 0
         self.is_good = True
         self.num_exchanges = 0
         self.is_training_pass = False
-        self._own_increments: dict[int, Increment] = {}
+        self.own_increments: dict[int, Increment] = {}
         self.retired: set[int] = set()
-        self._blocks, self._slots = blocks, slots
-        self._settings, self._measures = settings, measures
+        self._blocks, self._slots = kfac.blocks, kfac.slots
+        self._settings, self._measures = kfac.settings, measures
         positions = {id(weight): at for at, weight in enumerate(context.parameters.values())}
-        self._first_parameters = [positions[id(blocks[slot.block_index].weight)] for slot in slots]
+        self._first_parameters = [
+            positions[id(self._blocks[slot.block_index].weight)] for slot in self._slots
+        ]
         self._bucket_firsts = [min(bucket.indices) for bucket in buckets]
         self._launch_order = launch_order
-        self._driver, self._stream = context.driver, stream
-        self._expected = [0] * len(slots)
+        self._driver, self._stream = context.driver, kfac.stream
+        self._expected = [0] * len(self._slots)
         self._knows_expected = False
         self._trains: list[bool] = []  # by block, as those steps had it
         self._ready_s_of_steps: list[list[float]] = []
@@ -133,16 +124,14 @@ class FactorScheduler(ExchangeListener):
         self._is_open = self._has_sent = False
         self.capture = Capture(
             context.model,
-            blocks,
-            settings.curvature,
+            kfac.blocks,
+            kfac.settings.curvature,
             warn=context.notices.notify,
             grad_scale=context.grad_scale,
             added=self._on_added,
             room=self._room,
             is_kept=self._is_summed_here,
         )
-        self.adopt(plan)
-        self.begin_step()
 
     def adopt(self, plan: FactorPlan) -> None:
         """Act on `plan` from the next step on."""
@@ -192,7 +181,7 @@ class FactorScheduler(ExchangeListener):
             for message in self.messages:
                 message.wait()
         self._has_sent = False
-        self._own_increments = {}
+        self.own_increments = {}
 
     def _is_complete(self, slot: int) -> bool:
         """Whether a factor has been added to as often as it ever was in one step."""
@@ -267,7 +256,7 @@ class FactorScheduler(ExchangeListener):
             if not is_handed_over:
                 self._hand_over(message, failed=failed)
         if not self.plan.groups:
-            self._own_increments = {
+            self.own_increments = {
                 slot: self._take(slot)
                 for slot in range(len(self._slots))
                 if self.plan.is_kept_by(self._driver.rank, slot)
@@ -286,45 +275,12 @@ class FactorScheduler(ExchangeListener):
 
     # What the callback says and asks for, before and after the optimizer's step
 
-    def saw_gradient(self, parameter: int) -> None:
-        """The parameter at position `parameter` in the model has got a gradient."""
-        self._progress.with_gradient.add(parameter)
-
-    def blocks_used(self) -> set[int]:
-        """The blocks whose weights have got a gradient in this step, of those that this rank has
-        not given up.
-        """
-        return {
-            index
-            for index in range(len(self._blocks))
-            if self._first_parameters[2 * index] in self._progress.with_gradient
-            and not self.is_retired_here(2 * index)
-        }
-
     def pop_has_sent(self) -> bool:
         """Whether this step's factors were sent and nobody has taken them in yet. The caller does
         so now.
         """
         has_sent, self._has_sent = self._has_sent, False
         return has_sent
-
-    def pop_own_increments(self) -> dict[int, Increment]:
-        """Where no factors are sent, those that this rank averages by itself, for the caller to
-        take in now.
-        """
-        increments, self._own_increments = self._own_increments, {}
-        return increments
-
-    def complete_(self, slot: int, packed: torch.Tensor) -> None:
-        """Turn a factor of the passes before the step's first exchange into one of the whole step:
-        each of n exchanges has brought as many terms of the loss, of n times as many in all, so
-        that each term's own gradient is n times what those passes took it for.
-        """
-        if self.num_exchanges > 1:
-            uses = self._blocks[slot // 2].uses
-            for use, part in zip(uses, packed.chunk(len(uses)), strict=True):
-                if (self._slots[slot].side == "output") != use.is_flipped:
-                    part.mul_(self.num_exchanges**2)
 
     def learn(self) -> Sequence[float] | None:
         """Remember what this step's passes added, once its factors have been taken in. Collective.
@@ -404,10 +360,6 @@ class FactorScheduler(ExchangeListener):
         self.is_good = True
         self.begin_step()
 
-    def close(self) -> None:
-        """Take the hooks out."""
-        self.capture.remove()
-
 
 class SummedFactor(NamedTuple):
     """What all ranks together have seen of a factor in a step.
@@ -445,6 +397,7 @@ class FactorMessage:
         self._views = [
             part.view(slot.shape.packed) for part, slot in zip(parts, slots, strict=True)
         ]
+        self._places = {slot.index: place for place, slot in enumerate(slots)}
         self._pending: Sequence[Pending[Any]] = ()
         self._rounded: torch.Tensor | None = None  # while it travels
 
@@ -458,8 +411,7 @@ class FactorMessage:
 
     def room(self, slot: int) -> torch.Tensor:
         """Where the factor of `slot` leaves from: this rank's part may be made there."""
-        places = [each.index for each in self.slots]
-        view: torch.Tensor = self._views[places.index(slot)]
+        view: torch.Tensor = self._views[self._places[slot]]
         return view
 
     def launch(

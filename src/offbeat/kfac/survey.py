@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -12,12 +12,14 @@ from offbeat.errors import ConfigError, nearest
 from offbeat.kfac.blocks import EVERYTHING, Block, Covered, LayerBlock, TiedBlock, Use
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.layers import (
+    SECOND_DIM,
     BiasBlock,
     ConvBlock,
     EmbeddingBlock,
+    LastDimsNormBlock,
     LinearBlock,
+    SecondDimNormBlock,
     is_own_rms_norm,
-    norm_block,
 )
 
 SUPPORTED: Final = (
@@ -128,16 +130,14 @@ def survey(model: nn.Module, curvature: Curvature) -> Survey:
             is_cross = id(module) in decoded or name in curvature.cross_attention
             made = _blocks_of(name, module, curvature, is_cross=is_cross)
             blocks += made
-            plain |= _left_over(name, module, made)
+            reason = "no weight or bias of a trained projection"  # as attention's `bias_k`
+            plain |= _left_over(name, module.named_parameters(), made, reason)
             if isinstance(module, nn.MultiheadAttention):
                 # The attention uses the weight of its output projection without calling the module,
                 # so the projection is one of the attention's blocks and not a Linear of its own.
                 claimed.add(id(module.out_proj))
         elif _has_layers(module):
-            plain |= {
-                f"{name}.{own_name}".removeprefix("."): "a parameter outside of layers"
-                for own_name in own
-            }
+            plain |= _left_over(name, own.items(), (), "a parameter outside of layers")
         else:
             plain[name or type(module).__name__] = reason
     if not blocks:
@@ -250,9 +250,11 @@ def _blocks_of(name: str, module: Any, curvature: Curvature, *, is_cross: bool) 
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return [ConvBlock(name, module, curvature, bias_name=bias_name)]
     if not (is_transposed or isinstance(module, nn.Linear)):
-        return [norm_block(name, module, curvature, bias_name=bias_name)]
+        if isinstance(module, SECOND_DIM):
+            return [SecondDimNormBlock(name, module, bias_name=bias_name)]
+        return [LastDimsNormBlock(name, module, curvature, bias_name=bias_name)]
     if _trained(module, "weight") is None:
-        return [BiasBlock(name, module, curvature, bias_name="bias")]
+        return [BiasBlock(name, module, curvature)]
     return [LinearBlock(name, module, curvature, bias_name=bias_name, is_transposed=is_transposed)]
 
 
@@ -269,20 +271,12 @@ def _blocks_of_shared(
     blocks, reason = _tied_block(users, holders, curvature)
     plain: dict[str, str] = {}
     for user in users:
-        covered = {id(parameter) for block in blocks for parameter in (block.weight, block.bias)}
-        left = {
-            own_name: parameter
-            for own_name, parameter in _trained_of(user.module)
-            if id(parameter) not in covered
-        }
-        bias = left.get("bias")
-        if blocks and bias is not None and len(holders[id(bias)]) == 1:
-            blocks.append(BiasBlock(f"{user.name}.bias", user.module, curvature, bias_name="bias"))
-            del left["bias"]
-        plain |= {
-            f"{user.name}.{own_name}".removeprefix("."): reason or "it is shared with another layer"
-            for own_name in left
-        }
+        own = _trained_of(user.module)
+        bias = dict(own).get("bias")
+        is_alone = bias is not None and not any(block.bias is bias for block in blocks)
+        if blocks and is_alone and len(holders[id(bias)]) == 1:
+            blocks.append(BiasBlock(f"{user.name}.bias", user.module, curvature))
+        plain |= _left_over(user.name, own, blocks, reason or "it is shared with another layer")
     return blocks, plain, {id(user.module) for user in users}
 
 
@@ -353,12 +347,14 @@ def _trained_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def _left_over(name: str, module: nn.Module, found: Sequence[Block]) -> dict[str, str]:
-    """Parameters of a supported module that no block covers, such as attention's `bias_k`."""
+def _left_over(
+    name: str, own: Iterable[tuple[str, nn.Parameter]], found: Sequence[Block], reason: str
+) -> dict[str, str]:
+    """What of a module's `own` parameters no block covers, with the reason."""
     covered = {id(parameter) for block in found for parameter in (block.weight, block.bias)}
     return {
-        f"{name}.{own}".removeprefix("."): "no weight or bias of a trained projection"
-        for own, parameter in module.named_parameters()
+        f"{name}.{own_name}".removeprefix("."): reason
+        for own_name, parameter in own
         if parameter.requires_grad and id(parameter) not in covered
     }
 

@@ -16,6 +16,9 @@ optimizer step or the end of the session finds the pass still open while no back
 reports it as failed. A pass that accumulates nothing, as `torch.autograd.grad` does, is reported as
 one without gradients.
 
+What a transform of `torch.func` calls, as for gradients of single examples, is not told to the
+callbacks: it is no pass for training, and they must not change parameters inside of it.
+
 Refused, with the reason: a root module that is itself run inside a re-entrant checkpoint, compiled
 autograd, a forward pass for training inside DistributedDataParallel, which exchanges gradients too,
 and a GradScaler of which the session was not told.
@@ -49,6 +52,7 @@ from offbeat.torch_private import (
     call_after_backward_pass,
     call_first_after_steps,
     current_backward_pass,
+    inside_transform,
     is_compiled_module,
     tensors_in,
 )
@@ -232,6 +236,8 @@ class EventDispatcher:
     # not to be recorded.
 
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if inside_transform():
+            return
         if torch.is_grad_enabled():
             _refuse_second_exchange(module)
             self.report_failed_pass()
@@ -257,6 +263,8 @@ class EventDispatcher:
             callback.on_parameters_needed(indices)
 
     def _on_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if inside_transform():
+            return
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._on_progress)

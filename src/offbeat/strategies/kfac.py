@@ -44,7 +44,7 @@ from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import OneOrMore, Positive
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.exchange import LaunchOrder
-from offbeat.kfac.blocks import slots_of
+from offbeat.kfac.blocks import KFACContext, slots_of
 from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.costs import gather_plan_inputs
 from offbeat.kfac.curvature import Curvature as Curvature
@@ -60,18 +60,10 @@ from offbeat.kfac.plans import (
     two_messages,
 )
 from offbeat.kfac.survey import survey
-from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.gradient import GradientStrategy
-from offbeat.strategies.gtopk import GTopK
-from offbeat.strategies.powersgd import PowerSGD
-from offbeat.strategies.topk import TopK
+from offbeat.strategies.registry import REGISTRY
 from offbeat.torch_private import unscales_gradients_itself
-
-EXCHANGES: dict[str, type[GradientStrategy]] = {
-    kind.name: kind for kind in (AllReduce, TopK, GTopK, PowerSGD)
-}
-"""Strategies that can exchange the gradients, by name."""
 
 USUAL_CURVATURE: Final = Curvature()
 
@@ -135,11 +127,11 @@ class KFACStrategy(Strategy):
     @property
     def gradients(self) -> GradientStrategy:
         """The strategy that exchanges gradients."""
-        return (
-            self.exchange
-            if isinstance(self.exchange, GradientStrategy)
-            else EXCHANGES[self.exchange]()
+        exchange: Strategy = (
+            REGISTRY[self.exchange]() if isinstance(self.exchange, str) else self.exchange
         )
+        assert isinstance(exchange, GradientStrategy)
+        return exchange
 
     @override
     def for_plain_script(self) -> Self:
@@ -180,11 +172,12 @@ class KFACStrategy(Strategy):
                 f" {self.gradients.name} delivers, and models have learned little or nothing so;"
                 " use torch.optim.SGD, or exchange='allreduce'"
             )
-        found = survey(model, self.curvature)
+        found, settings = survey(model, self.curvature), self.settings()
+        slots = slots_of(found.blocks)
         (context.notices.notify if found.plain else context.notices.inform)(found.notice())
         inputs = gather_plan_inputs(
-            slots_of(found.blocks),
-            settings=self.settings(),
+            slots,
+            settings=settings,
             measures=self.planner.measures,
             driver=context.driver,
             stream=context.new_stream(),
@@ -199,9 +192,13 @@ class KFACStrategy(Strategy):
         launch_order = LaunchOrder()
         exchange, others = self.gradients.build_exchange(context, launch_order=launch_order)
         kfac = KFACCallback(
-            context,
-            found.blocks,
-            settings=self.settings(),
+            KFACContext(
+                session=context,
+                blocks=found.blocks,
+                slots=slots,
+                settings=settings,
+                stream=context.new_stream(),
+            ),
             planner=self.planner,
             inputs=inputs,
             buckets=exchange.buckets,
