@@ -28,7 +28,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
@@ -36,6 +36,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offbeat.callbacks.callback import EVENTS, Callback, listens
 from offbeat.callbacks.context import Notices
 from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.callbacks.plain_arithmetic import casts, plain_arithmetic
 from offbeat.errors import UnsupportedError
 from offbeat.session.metrics import SessionObserver
 from offbeat.strategies.base import Strategy
@@ -64,17 +65,19 @@ _SAMPLE: Final = 64
 """How many elements of each parameter are compared."""
 
 
-def _without_grad(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`torch.no_grad()` on a method, which costs nothing where autograd records nothing anyway.
-    Most backward passes are such, and there a method is called for each parameter.
+def _plainly(
+    method: Callable[Concatenate[EventDispatcher, Arguments], Result],
+) -> Callable[Concatenate[EventDispatcher, Arguments], Result]:
+    """`plain_arithmetic` on a method, which costs little where it would change nothing. Most
+    backward passes are such, and there a method is called for each parameter.
     """
 
     @wraps(method)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not torch.is_grad_enabled():
-            return method(*args, **kwargs)
-        with torch.no_grad():
-            return method(*args, **kwargs)
+    def call(self: EventDispatcher, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not torch.is_grad_enabled() and not casts(self.device_type):
+            return method(self, *args, **kwargs)
+        with plain_arithmetic(self.device_type):
+            return method(self, *args, **kwargs)
 
     return call
 
@@ -91,6 +94,7 @@ class EventDispatcher:
         parameters: the model's trainable parameters by name, in the model's order.
         frozen: its other parameters by name, which must stay frozen.
         has_scaler: whether the session knows of a GradScaler.
+        device_type: of the parameters.
         driver: is told which step begins.
         observers: are told of each optimizer step.
         notices: for remarks; warnings are issued where one that is an exception harms nobody.
@@ -108,6 +112,7 @@ class EventDispatcher:
         callbacks: Sequence[Callback],
         *,
         parameters: Mapping[str, torch.nn.Parameter],
+        device_type: str,
         driver: Driver,
         notices: Notices,
         frozen: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
@@ -116,6 +121,7 @@ class EventDispatcher:
         acting: Strategy | None = None,
     ) -> None:
         self._model, self._parameters = model, parameters
+        self.device_type = device_type
         self._callbacks = callbacks
         self._listening: dict[str, tuple[Callback, ...]] = {}
         self._num_listening = -1
@@ -190,7 +196,7 @@ class EventDispatcher:
             }
         return self._listening[event]
 
-    @_without_grad
+    @_plainly
     def report_failed_pass(self) -> None:
         """If a backward pass was begun and an exception ended it, say so now."""
         if self._is_open and current_backward_pass() == NO_BACKWARD_PASS:
@@ -225,7 +231,7 @@ class EventDispatcher:
         trains = module.training and torch.is_grad_enabled()
         self._forward_begins(trains=trains and self.sync.wanted)
 
-    @_without_grad
+    @_plainly
     def _forward_begins(self, *, trains: bool) -> None:
         if self._notices.due:
             self._notices.issue_warnings()
@@ -237,7 +243,7 @@ class EventDispatcher:
         if self._needed is not None:
             self._needed.tell_all()
 
-    @_without_grad
+    @_plainly
     def _parameters_needed(self, indices: Sequence[int]) -> None:
         for callback in self._those_with("on_parameters_needed"):
             callback.on_parameters_needed(indices)
@@ -267,7 +273,7 @@ class EventDispatcher:
         self._is_open = True
         torch.compiler.disable(self._backward_begins)()
 
-    @_without_grad
+    @_plainly
     def _backward_begins(self) -> None:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
@@ -280,7 +286,7 @@ class EventDispatcher:
         for callback in self._those_with("on_backward_begins"):
             callback.on_backward_begins(synchronised=self._synchronised)
 
-    @_without_grad
+    @_plainly
     def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         if not self._is_open:
             raise UnsupportedError(
@@ -291,7 +297,7 @@ class EventDispatcher:
         for callback in self._those_with("on_gradient_ready"):
             callback.on_gradient_ready(index, synchronised=self._synchronised)
 
-    @_without_grad
+    @_plainly
     def _backward_done(self) -> None:
         self._is_open = False
         if self._is_removed:
@@ -301,7 +307,7 @@ class EventDispatcher:
         if self._watch is not None:
             self._watch.backward_done()
 
-    @_without_grad
+    @_plainly
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -340,12 +346,12 @@ class EventDispatcher:
 
         return called
 
-    @_without_grad
+    @_plainly
     def _before_update(self) -> None:
         for callback in self._those_with("on_before_update"):
             callback.on_before_update()
 
-    @_without_grad
+    @_plainly
     def _after_step(self, *_: Any) -> None:
         self.num_steps += 1
         for callback in self._those_with("on_after_step"):
