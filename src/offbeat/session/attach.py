@@ -206,6 +206,7 @@ def attach_through(
         MismatchError: the ranks disagree, with the first difference.
     """
     _refuse_attached(model)
+    _refuse_default_device()
     returns = is_returning()
     if optimizer is not None:
         optimizer = _unwrapped(optimizer)
@@ -349,6 +350,18 @@ def _refuse_attached(model: torch.nn.Module) -> None:
     if any(id(parameter) in taken for parameter in model.parameters()):
         raise ConfigError(
             "the model, or a part of it, is attached already; close that session first"
+        )
+
+
+def _refuse_default_device() -> None:
+    """Raise at once: the ranks could not even be connected to tell each other."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise UnsupportedError(
+            f"the default device is {device}, so what a session keeps on the host, such as its"
+            " messages, would be made there; call torch.set_default_device('cpu') before training"
+            " begins, and name the device of what the loop makes, as in torch.randn(...,"
+            f" device='{device}')"
         )
 
 

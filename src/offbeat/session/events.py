@@ -23,7 +23,7 @@ What this needs and PyTorch has no public name for is in `offbeat.torch_private`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -166,6 +166,14 @@ class EventDispatcher:
         """Look at the callbacks anew: those of `acting` have taken the place of others."""
         self._num_listening = -1
         self._watch: StepWatch | None = None
+        differ = acting is not None and acting.replicas_differ and self._driver.world_size > 1
+        # Of shards FSDP may have put whole parameters in place by the end.
+        wholes = {name: p for name, p in self._frozen.items() if not isinstance(p, Shard)}
+        self._frozen_watch = FrozenWatch(
+            parameters=wholes if differ else {},
+            strategy=type(acting).__name__,
+            warn=self._notices.warn,
+        )
         if acting is not None and acting.acts_at_steps:
             self._watch = StepWatch(
                 parameters=list(self._parameters.values()),
@@ -208,6 +216,7 @@ class EventDispatcher:
         """The loop has ended well."""
         if self._watch is not None:
             self._watch.session_ends()
+        self._frozen_watch.session_ends()
 
     def remove(self) -> None:
         """Take every hook out. Idempotent."""
@@ -314,6 +323,7 @@ class EventDispatcher:
         self.report_failed_pass()
         self._refuse_added(optimizer)
         self._watch = None
+        self._frozen_watch.step_begins()
         if not (self._has_scaler or self.num_steps):
             refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -500,7 +510,47 @@ class StepWatch:
         )
 
     def _samples(self) -> list[torch.Tensor]:
-        return [p.detach().reshape(-1)[:_SAMPLE].clone() for p in self.parameters]
+        return _samples_of(self.parameters)
+
+
+def _samples_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.detach().reshape(-1)[:_SAMPLE].clone() for p in parameters]
+
+
+@dataclass(kw_only=True)
+class FrozenWatch:
+    """Notices parameters that are not trained and change all the same, as those of a momentum
+    encoder inside the model do: where ranks' models differ, no average is made of them.
+
+    Args:
+        parameters: by name.
+        strategy: its name, for the warning.
+        warn: is told which have changed.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    strategy: str
+    warn: Callable[[str], None]
+    _first: Sequence[torch.Tensor] | None = None
+
+    def step_begins(self) -> None:
+        """A step is about to be made. What was loaded before the first one is no change."""
+        if self._first is None:
+            self._first = _samples_of(self.parameters.values())
+
+    def session_ends(self) -> None:
+        """No step will follow."""
+        if self._first is None:
+            return
+        now = _samples_of(self.parameters.values())
+        pairs = zip(self.parameters, self._first, now, strict=True)
+        if changed := [name for name, first, last in pairs if not torch.equal(first, last)]:
+            self.warn(
+                f"{len(changed)} parameters that are not trained have changed, such as"
+                f" {changed[0]!r}: {self.strategy} averages what is trained, and buffers, so of"
+                " these each rank has its own. Where all ranks need the same, as of a momentum"
+                " encoder, send rank 0's to all by torch.distributed.broadcast"
+            )
 
 
 class NeededParameters:
