@@ -422,7 +422,9 @@ def _check(
         if foreign:
             raise ConfigError(
                 f"{foreign} of the optimizer's parameters are not the model's; build the optimizer"
-                " from model.parameters(), after moving the model to its device"
+                " from model.parameters(), after moving the model to its device; where it steps"
+                " several models, give each an optimizer of its own, or attach, or wrap, one module"
+                " that holds all of them"
             )
         strategy.check(model, optimizer)
     # Such a worker does not know yet how many there are; the others have passed this check.
