@@ -220,6 +220,23 @@ def test_alone_it_does_not_matter_how_many_samples_a_batch_has(
     assert_same(*nets)
 
 
+def test_it_computes_as_ever_where_all_of_training_is_in_an_autocast_region(
+    kind: AnyStrategy, attached: Callable
+) -> None:
+    nets = []
+    for is_inside in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+            net, optimizer, _ = attached(kind)
+            for step in range(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = loss_of(net, step)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        nets.append(net)
+    assert_same(*nets)
+
+
 def test_a_step_without_a_batch_is_finite_where_batches_are_weighed(
     kind: AnyStrategy, attached: Callable
 ) -> None:

@@ -49,6 +49,7 @@ def dispatching(
         None,
         [diary],
         parameters=dict(model.named_parameters()) if parameters is None else parameters,
+        device_type="cpu",
         driver=SingleRank(),
         notices=Notices(rank=0),
     )

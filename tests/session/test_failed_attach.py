@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.errors import ConfigError, PeerError
+from offbeat.errors import ConfigError, PeerError, UnsupportedError
 from offbeat.session import attach as attach_module
 from offbeat.session.agreement import describe
 from offbeat.transport.connect import Connection
@@ -83,3 +83,13 @@ def test_a_wrong_name_is_refused_with_the_right_one(named: str, says: str) -> No
     net = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigError, match=says):
         offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), named)
+
+
+def test_a_default_device_that_is_not_the_host_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        torch.device("meta"),
+        pytest.raises(UnsupportedError, match=r"set_default_device\('cpu'\) before"),
+    ):
+        offbeat.attach(model, optimizer, offbeat.AllReduce())

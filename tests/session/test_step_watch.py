@@ -4,6 +4,7 @@ GradScaler the session does not know is refused.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatWarning, UnsupportedError
+from offbeat.strategies.base import Strategy
+from thread_support.world import ThreadDriver, results_of, session_on
 
 ACT_AT_STEPS = [
     offbeat.LocalSGD(),
@@ -108,3 +111,26 @@ def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(strategy
         with pytest.raises(UnsupportedError, match="scaler=scaler"):
             scaler.step(optimizer)
     assert session.stats.steps == 1
+
+
+@pytest.mark.parametrize("strategy", [offbeat.AllReduce(), offbeat.LocalSGD()])
+def test_what_is_not_trained_and_changes_is_said_to_be_each_ranks_own(strategy: Strategy) -> None:
+    """As a momentum encoder inside the model."""
+
+    def job(driver: ThreadDriver) -> list[str]:
+        online, target = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1).requires_grad_(False)
+        optimizer = torch.optim.SGD(online.parameters(), lr=0.1)
+        session = session_on(driver, torch.nn.ModuleList([online, target]), optimizer, strategy)
+        with session:
+            online(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            target.weight.lerp_(online.weight.detach(), 0.1)
+        return session.notices
+
+    is_told = strategy.replicas_differ
+    expected = pytest.warns(OffbeatWarning, match=r"'1\.weight'") if is_told else nullcontext()
+    with expected:
+        notices = results_of(2, job)
+    assert [any("each rank has its own" in notice for notice in of) for of in notices] == (
+        [is_told] * 2
+    )

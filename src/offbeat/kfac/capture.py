@@ -48,8 +48,7 @@ they do not shows nothing, which the observer must notice (`Projections.finished
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -60,6 +59,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.callbacks.plain_arithmetic import plain_arithmetic
 from offbeat.kfac.blocks import Block, LayerBlock, Moment, Side, Use
 from offbeat.kfac.curvature import Curvature
 from offbeat.torch_private import (
@@ -407,7 +407,7 @@ class Capture:
         sums.terms[self._pass] = max(sums.terms.get(self._pass, (0, 0)), (num_terms, num_seen))
         if not self._is_kept(index):
             return
-        with _plain_arithmetic(inputs.device.type):
+        with plain_arithmetic(inputs.device.type):
             moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
             sums.inputs = self._plus(place, "input", sums.inputs, moment)
         self.spent_s += time.monotonic() - began_s
@@ -426,7 +426,7 @@ class Capture:
         if not self._is_kept(index):
             return
         inputs = None if inputs is None else self._sampled(inputs, dim, stride)
-        with _plain_arithmetic(gradient.device.type):
+        with plain_arithmetic(gradient.device.type):
             moment = use.block.output_moment(self._sampled(gradient, dim, stride), inputs)
             if (scale := self._grad_scale()) != 1:
                 # G is a product of two gradients, each scaled by AMP.
@@ -524,17 +524,6 @@ def _first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Ten
 
 def _inside_backward() -> bool:
     return current_backward_pass() != NO_BACKWARD_PASS
-
-
-@contextmanager
-def _plain_arithmetic(device_type: str) -> Iterator[None]:
-    """Without gradients, and in the precision of the operands: hooks run in the model's autocast
-    region.
-    """
-    # Entering an autocast region takes longer than some factors.
-    casts = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    with torch.no_grad(), torch.autocast(device_type, enabled=False) if casts else nullcontext():
-        yield
 
 
 _NOT_SELF_ATTENTION = (

@@ -206,6 +206,7 @@ def attach_through(
         MismatchError: the ranks disagree, with the first difference.
     """
     _refuse_attached(model)
+    _refuse_default_device()
     returns = is_returning()
     if optimizer is not None:
         optimizer = _unwrapped(optimizer)
@@ -364,6 +365,18 @@ def _refuse_attached(model: torch.nn.Module) -> None:
         )
 
 
+def _refuse_default_device() -> None:
+    """Raise at once: the ranks could not even be connected to tell each other."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise UnsupportedError(
+            f"the default device is {device}, so what a session keeps on the host, such as its"
+            " messages, would be made there; call torch.set_default_device('cpu') before training"
+            " begins, and name the device of what the loop makes, as in torch.randn(...,"
+            f" device='{device}')"
+        )
+
+
 def _check(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -416,7 +429,9 @@ def _check(
         if foreign:
             raise ConfigError(
                 f"{foreign} of the optimizer's parameters are not the model's; build the optimizer"
-                " from model.parameters(), after moving the model to its device"
+                " from model.parameters(), after moving the model to its device; where it steps"
+                " several models, give each an optimizer of its own, or attach, or wrap, one module"
+                " that holds all of them"
             )
         strategy.check(model, optimizer)
     # Such a worker does not know yet how many there are; the others have passed this check.

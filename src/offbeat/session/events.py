@@ -29,13 +29,13 @@ What this needs and PyTorch has no public name for is in `offbeat.torch_private`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import count
 from types import MappingProxyType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
@@ -43,6 +43,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offbeat.callbacks.callback import EVENTS, Callback, listens
 from offbeat.callbacks.context import Notices
 from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.callbacks.plain_arithmetic import casts, plain_arithmetic
 from offbeat.errors import UnsupportedError
 from offbeat.session.metrics import SessionObserver
 from offbeat.strategies.base import Strategy
@@ -77,17 +78,19 @@ _reached: Final[dict[int, list[EventDispatcher]]] = {}
 """By backward pass under way, the dispatchers of the models that it has reached."""
 
 
-def _without_grad(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`torch.no_grad()` on a method, which costs nothing where autograd records nothing anyway.
-    Most backward passes are such, and there a method is called for each parameter.
+def _plainly(
+    method: Callable[Concatenate[EventDispatcher, Arguments], Result],
+) -> Callable[Concatenate[EventDispatcher, Arguments], Result]:
+    """`plain_arithmetic` on a method, which costs little where it would change nothing. Most
+    backward passes are such, and there a method is called for each parameter.
     """
 
     @wraps(method)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not torch.is_grad_enabled():
-            return method(*args, **kwargs)
-        with torch.no_grad():
-            return method(*args, **kwargs)
+    def call(self: EventDispatcher, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not torch.is_grad_enabled() and not casts(self.device_type):
+            return method(self, *args, **kwargs)
+        with plain_arithmetic(self.device_type):
+            return method(self, *args, **kwargs)
 
     return call
 
@@ -104,6 +107,7 @@ class EventDispatcher:
         parameters: the model's trainable parameters by name, in the model's order.
         frozen: its other parameters by name, which must stay frozen.
         has_scaler: whether the session knows of a GradScaler.
+        device_type: of the parameters.
         driver: is told which step begins.
         observers: are told of each optimizer step.
         notices: for remarks; warnings are issued where one that is an exception harms nobody.
@@ -122,6 +126,7 @@ class EventDispatcher:
         callbacks: Sequence[Callback],
         *,
         parameters: Mapping[str, torch.nn.Parameter],
+        device_type: str,
         driver: Driver,
         notices: Notices,
         frozen: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
@@ -130,6 +135,7 @@ class EventDispatcher:
         acting: Strategy | None = None,
     ) -> None:
         self._model, self._parameters = model, parameters
+        self.device_type = device_type
         self._callbacks = callbacks
         self._listening: dict[str, tuple[Callback, ...]] = {}
         self._num_listening = -1
@@ -175,6 +181,14 @@ class EventDispatcher:
         """Look at the callbacks anew: those of `acting` have taken the place of others."""
         self._num_listening = -1
         self._watch: StepWatch | None = None
+        differ = acting is not None and acting.replicas_differ and self._driver.world_size > 1
+        # Of shards FSDP may have put whole parameters in place by the end.
+        wholes = {name: p for name, p in self._frozen.items() if not isinstance(p, Shard)}
+        self._frozen_watch = FrozenWatch(
+            parameters=wholes if differ else {},
+            strategy=type(acting).__name__,
+            warn=self._notices.warn,
+        )
         if acting is not None and acting.acts_at_steps:
             self._watch = StepWatch(
                 parameters=list(self._parameters.values()),
@@ -205,7 +219,7 @@ class EventDispatcher:
             }
         return self._listening[event]
 
-    @_without_grad
+    @_plainly
     def report_failed_pass(self) -> None:
         """If a backward pass was begun and an exception ended it, say so now."""
         if self._open_pass != NO_BACKWARD_PASS == current_backward_pass():
@@ -218,6 +232,7 @@ class EventDispatcher:
         """The loop has ended well."""
         if self._watch is not None:
             self._watch.session_ends()
+        self._frozen_watch.session_ends()
 
     def remove(self) -> None:
         """Take every hook out. Idempotent."""
@@ -245,7 +260,7 @@ class EventDispatcher:
         trains = module.training and torch.is_grad_enabled()
         self._forward_begins(trains=trains and self.sync.wanted)
 
-    @_without_grad
+    @_plainly
     def _forward_begins(self, *, trains: bool) -> None:
         if self._notices.due:
             self._notices.issue_warnings()
@@ -257,7 +272,7 @@ class EventDispatcher:
         if self._needed is not None:
             self._needed.tell_all()
 
-    @_without_grad
+    @_plainly
     def _parameters_needed(self, indices: Sequence[int]) -> None:
         for callback in self._those_with("on_parameters_needed"):
             callback.on_parameters_needed(indices)
@@ -291,7 +306,7 @@ class EventDispatcher:
         self._open_pass = number
         torch.compiler.disable(self._backward_begins)()
 
-    @_without_grad
+    @_plainly
     def _backward_begins(self) -> None:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
@@ -304,7 +319,7 @@ class EventDispatcher:
         for callback in self._those_with("on_backward_begins"):
             callback.on_backward_begins(synchronised=self._synchronised)
 
-    @_without_grad
+    @_plainly
     def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         if self._open_pass == NO_BACKWARD_PASS:
             raise UnsupportedError(
@@ -315,7 +330,7 @@ class EventDispatcher:
         for callback in self._those_with("on_gradient_ready"):
             callback.on_gradient_ready(index, synchronised=self._synchronised)
 
-    @_without_grad
+    @_plainly
     def backward_done(self) -> None:
         """The pass that has reached the model is over."""
         self._open_pass = NO_BACKWARD_PASS
@@ -326,13 +341,14 @@ class EventDispatcher:
         if self._watch is not None:
             self._watch.backward_done()
 
-    @_without_grad
+    @_plainly
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.report_failed_pass()
         self._refuse_added(optimizer)
         self._watch = None
+        self._frozen_watch.step_begins()
         if not (self._has_scaler or self.num_steps):
             refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -365,12 +381,12 @@ class EventDispatcher:
 
         return called
 
-    @_without_grad
+    @_plainly
     def _before_update(self) -> None:
         for callback in self._those_with("on_before_update"):
             callback.on_before_update()
 
-    @_without_grad
+    @_plainly
     def _after_step(self, *_: Any) -> None:
         self.num_steps += 1
         for callback in self._those_with("on_after_step"):
@@ -524,7 +540,47 @@ class StepWatch:
         )
 
     def _samples(self) -> list[torch.Tensor]:
-        return [p.detach().reshape(-1)[:_SAMPLE].clone() for p in self.parameters]
+        return _samples_of(self.parameters)
+
+
+def _samples_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.detach().reshape(-1)[:_SAMPLE].clone() for p in parameters]
+
+
+@dataclass(kw_only=True)
+class FrozenWatch:
+    """Notices parameters that are not trained and change all the same, as those of a momentum
+    encoder inside the model do: where ranks' models differ, no average is made of them.
+
+    Args:
+        parameters: by name.
+        strategy: its name, for the warning.
+        warn: is told which have changed.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    strategy: str
+    warn: Callable[[str], None]
+    _first: Sequence[torch.Tensor] | None = None
+
+    def step_begins(self) -> None:
+        """A step is about to be made. What was loaded before the first one is no change."""
+        if self._first is None:
+            self._first = _samples_of(self.parameters.values())
+
+    def session_ends(self) -> None:
+        """No step will follow."""
+        if self._first is None:
+            return
+        now = _samples_of(self.parameters.values())
+        pairs = zip(self.parameters, self._first, now, strict=True)
+        if changed := [name for name, first, last in pairs if not torch.equal(first, last)]:
+            self.warn(
+                f"{len(changed)} parameters that are not trained have changed, such as"
+                f" {changed[0]!r}: {self.strategy} averages what is trained, and buffers, so of"
+                " these each rank has its own. Where all ranks need the same, as of a momentum"
+                " encoder, send rank 0's to all by torch.distributed.broadcast"
+            )
 
 
 class NeededParameters:

@@ -25,6 +25,7 @@ from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.callbacks.plain_arithmetic import plain_arithmetic
 from offbeat.codec.option_value import require_positive
 from offbeat.codec.tally import all_finite
 from offbeat.collectives.dense import gather_values
@@ -187,6 +188,7 @@ class Session:
         self._driver: Driver = self._traffic.counting
         self._model = model
         self._parameters = {plain_name(name): p for name, p in shared.items() if p.requires_grad}
+        self._device_type = next((p.device.type for p in self._parameters.values()), "cpu")
         self._closed = False
         self._finished_at: int | None = None  # after how many steps
         self._num_rests = 0
@@ -226,7 +228,7 @@ class Session:
         self._max_norm: float | None = None
         self._counted_before: defaultdict[str, float] = defaultdict(float)
         self.acting = strategy.begins_as(returns=returns)
-        self._callbacks: list[Callback] = list(strategy.build(self._context))
+        self._callbacks = self._built_by(strategy, self._context)
         self._built = list(self._callbacks)
         try:
             self._traffic.restart()
@@ -238,6 +240,7 @@ class Session:
                 parameters=self._parameters,
                 frozen={plain_name(name): p for name, p in shared.items() if not p.requires_grad},
                 has_scaler=has_scaler,
+                device_type=self._device_type,
                 driver=self._driver,
                 observers=self.observers,
                 notices=self._notices,
@@ -256,6 +259,13 @@ class Session:
             self._unhooks += self._keep_from_loads()
         ATTACHED_MODELS.add(model)
         session_opened(self)
+
+    def _built_by(self, strategy: Strategy, context: Context) -> list[Callback]:
+        """What `strategy` builds, and measures meanwhile: `attach` may run in an autocast region,
+        as it does at the first forward pass of a script.
+        """
+        with plain_arithmetic(self._device_type):
+            return list(strategy.build(context))
 
     # The user's side
 
@@ -386,7 +396,7 @@ class Session:
         `GradScaler.step()` cannot, since it looks for gradients first: there, call this in the
         place of `backward()`.
         """
-        with torch.no_grad():
+        with plain_arithmetic(self._device_type):
             for callback in self._callbacks:
                 callback.on_join()
 
@@ -656,7 +666,7 @@ class Session:
         while leaving:
             leaving.pop().close()
         self.acting = strategy
-        self._built = list(strategy.build(replace(self._context, num_steps=num_steps)))
+        self._built = self._built_by(strategy, replace(self._context, num_steps=num_steps))
         self._callbacks[:] = [*self._built, *others]
         self._events.listen(strategy)
         if self._max_norm is not None:

@@ -1,9 +1,8 @@
-"""A script in the idiom of nanoGPT: the optimizer first, then compile, then DDP; gradients
-accumulated by a flag; GradScaler, clipping; evaluation and checkpoint on rank 0 alone.
+"""A script in the idiom of nanoGPT: the optimizer first, then compile, then DDP; autocast;
+gradients accumulated by a flag; GradScaler, clipping; evaluation and checkpoint on rank 0 alone.
 """
 
 import os
-from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ else:
     ddp_rank, ddp_world_size, master_process = 0, 1, True
 
 torch.manual_seed(1337 + ddp_rank)
-ctx = nullcontext()
+ctx = torch.autocast("cpu", torch.bfloat16)
 draw = torch.Generator().manual_seed(7)
 secret = torch.randn(12, 4, generator=draw)
 held_out = torch.randn(64, 12, generator=draw)
