@@ -130,6 +130,16 @@ class GroupRanges:
                 alpha = decays[number] * grad_scale
                 views[position].add_(bucket.parameters[position].detach(), alpha=alpha)
 
+    def undecayed(self, used: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+        """Of parameters that some rank has `used` in the step, and this one has not: the position,
+        and the number of the group. Each is asked for once a step.
+        """
+        for position in np.flatnonzero(used & ~self._decayed).tolist():
+            number = self.groups[position]
+            if number is not None and self._bucket.parameters[position].requires_grad:
+                yield position, number
+        self._decayed |= used
+
     def _look(self) -> None:
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes == self._sizes:
