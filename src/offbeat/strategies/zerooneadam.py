@@ -48,6 +48,7 @@ from offbeat.averaging.periodic import (
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import OneOrMore
+from offbeat.codec.device_copies import read_numbers
 from offbeat.gradients.exchange import HiddenGradients
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze, require_adam
@@ -56,6 +57,17 @@ from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+_LOOKED_AT: Final = 11
+"""Once in so many steps a rank looks whether parameters are still where its local steps have led,
+which takes a pass over them, and on a GPU the host waits for it.
+"""
+
+_UNDONE: Final = (
+    "parameters were written to between two averages of ZeroOneAdam, and its steps go on from where"
+    " all ranks were last alike: what was written is undone, as is clipping of weights; use"
+    " period=1, with which it is kept, or offbeat.OneBitAdam()"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +155,7 @@ class LocalAdam(Callback, TakeMean):
         assert context.optimizer is not None
         self._schedule, self._peers, self._optimizer = schedule, peers, context.optimizer
         self._parameters, self._num_steps = context.parameters, 0
-        self._inform = context.notices.inform
+        self._notices, self._is_loaded = context.notices, False
         self.anchor = {
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in context.parameters.items()
@@ -176,6 +188,24 @@ class LocalAdam(Callback, TakeMean):
                 anchor.copy_(torch.where(is_same, anchor, parameter))
             if not self._num_steps:
                 self._before[name] = float(self._optimizer.state.get(parameter, {}).get("step", 0))
+        # A script may have loaded another rank's parameters with a state.
+        if self._num_steps % _LOOKED_AT == 0 and not self._is_loaded:
+            self._look_for_written()
+        self._is_loaded = False
+
+    def _look_for_written(self) -> None:
+        """Say so if parameters are not where local steps have led."""
+        are_left = [
+            (self._point(name, group).to(parameter.dtype) == parameter).all()
+            for name, group in self._groups().items()
+            if self._rates[name] and (parameter := self._parameters[name]).requires_grad
+        ]
+        if not all(read_numbers(are_left)):
+            self._notices.warn(_UNDONE)
+
+    def _point(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
+        """Where this rank's steps have led since all ranks were alike."""
+        return self.anchor[name] - self.sums[name] / self._divisor(name, group)
 
     @override
     @torch.no_grad()
@@ -196,7 +226,7 @@ class LocalAdam(Callback, TakeMean):
         if updates:
             self.merge_([*self.changes()])
         if self._num_steps == self._schedule.freeze_step:
-            self._inform(remark_of_freeze(self._optimizer, self._num_steps))
+            self._notices.inform(remark_of_freeze(self._optimizer, self._num_steps))
 
     def _gradient(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
         """Of this rank; nothing where there is none, or where it was not finite."""
@@ -227,8 +257,7 @@ class LocalAdam(Callback, TakeMean):
         rate /= 1 - beta1 ** (self._before[name] + self._num_steps)
         self._rates[name] += rate
         self.sums[name].add_(state["exp_avg"], alpha=rate)
-        moved = self.sums[name] / self._divisor(name, group)
-        self._parameters[name].copy_(self.anchor[name] - moved)
+        self._parameters[name].copy_(self._point(name, group))
 
     def _divisor(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
         return divisor_of(self._state(name)["exp_avg_sq"], self._num_updates(name), group)
@@ -292,7 +321,7 @@ class LocalAdam(Callback, TakeMean):
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
-        self._num_steps = int(saved["num_steps"])
+        self._num_steps, self._is_loaded = int(saved["num_steps"]), True
         for name, anchor in self.anchor.items():
             anchor.copy_(saved[f"anchor/{name}"])
             self.sums[name].copy_(state["local"][f"sum/{name}"])
