@@ -27,7 +27,7 @@ points (twelve seeds).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, takewhile
+from itertools import count, groupby, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -89,17 +89,11 @@ class GroupRanges:
             options: of each group.
             default: of parameters that the optimizer does not have.
         """
-        if all(option == default for option in options):
-            yield slice(0, self._bucket.num_elements), default
-            return
-        here, begin = default, 0
-        for place, group in self.ranges:
-            option = default if group is None else options[group]
-            if option != here:
-                if place.start > begin:
-                    yield slice(begin, place.start), here
-                here, begin = option, place.start
-        yield slice(begin, self._bucket.num_elements), here
+        for option, run in groupby(
+            self.ranges, key=lambda each: default if each.group is None else options[each.group]
+        ):
+            places = [each.place for each in run]
+            yield slice(places[0].start, places[-1].stop), option
 
     def add_decay_(
         self,
