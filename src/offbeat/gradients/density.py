@@ -234,7 +234,7 @@ class DensitySchedule(Callback):
         collective: SparseCollective | None = None,
         cheapest: CheapestCollective | None = None,
     ) -> None:
-        self.target = target
+        self.target = self._few = target  # `_few`: once `send_few` has been called
         self._island, self._inform = context.island, context.notices.inform
         self.listener = ExchangeListener()
         # A density of 1 that the user named for the whole run goes through the collective that the
@@ -311,11 +311,6 @@ class DensitySchedule(Callback):
         if self._rising.look(exchange, rate) and self.target < DENSITY:
             self._inform(f"warmup='auto': {in_words(self.target)}; warmup=None keeps it as it is")
         return self._rising.density_at(exchange, self.target)
-
-    @property
-    def _few(self) -> float:
-        """The target, once `send_few` has been called."""
-        return self.target
 
     def send_few(self) -> None:
         """Adam's scaling is taken over: what is measured is at most `FEW` from now on. All ranks
@@ -459,14 +454,9 @@ class MeasuredDensity(DensitySchedule):
         self._costs, self._gradient = costs, gradient
         self._driver, self._stream = context.driver, context.new_stream()
         self._num_exchanges = 0
-        self._most = 1.0
+        self._most, self._few = 1.0, FEW
         clock = partial(context.driver.now_s, context.new_stream().next())
         self.listener = self._intervals = Intervals(self._exchange_over, clock)
-
-    @property
-    @override
-    def _few(self) -> float:
-        return FEW
 
     @override
     def send_few(self) -> None:

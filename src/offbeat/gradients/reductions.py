@@ -490,7 +490,7 @@ class SparseReduction(ResidualReduction):
         self._wire = wire_of(bucket, codec)
         self._plan = plan
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._joined: torch.Tensor | None = None
+        self._joined: TalliedSum | None = None
         self._tail = bucket.flat.new_empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._picked: NDArray[np.int64] | None = None
         self._new_selector_state: Mapping[str, float] = self._selector_state
@@ -537,12 +537,12 @@ class SparseReduction(ResidualReduction):
                 flat.copy_(accumulated)
                 accumulated.sub_(flat)
             tally = replace(tally, num_nonfinite=~is_finite(flat))
-        tally.write_to(self._tail)
-        self._joined = None
+        driver, stream, self._joined = self._driver, self._stream, None
         if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
-            self._joined = torch.cat([flat, self._tail.to(flat)])
-        summed = (flat, self._tail) if self._joined is None else (self._joined,)
-        self._sums = launch_sums(self._driver, self._stream, *summed)
+            self._joined = TalliedSum([flat], tally, driver, stream)
+        else:
+            tally.write_to(self._tail)
+            self._sums = launch_sums(driver, stream, flat, self._tail)
 
     def _accumulated(self, given: WeightedGradient) -> torch.Tensor:
         """The buffer to accumulate in, which holds the gradient."""
@@ -550,12 +550,11 @@ class SparseReduction(ResidualReduction):
 
     @override
     def wait(self) -> Tally | torch.Tensor:
-        tally = super().wait()
-        if self._pending is None and self._joined is not None:
-            size = self._bucket.num_elements
-            self._bucket.flat.copy_(self._joined[:size])
-            self._tail.copy_(self._joined[size:])
-        return tally
+        if self._pending is not None or self._joined is None:
+            return super().wait()
+        (total,), tail = self._joined.wait()
+        self._bucket.flat.copy_(total)
+        return tail
 
     @override
     def _commit(self) -> torch.Tensor:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -34,7 +35,7 @@ from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.model_wire import bytes_at_scale
 from offbeat.codec.selectors import Memory, Selection, Selector
 from offbeat.codec.sparse import Sparse
-from offbeat.codec.topk_codec import TopKCodec, WeightCodec
+from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.codec.weightless import (
     WeightlessCode,
@@ -626,12 +627,8 @@ def with_codecs(strategy: T, change: Callable[[TopKCodec], TopKCodec]) -> T:
     if (entries := getattr(strategy, "entries", None)) is not None:
         changed["codec"] = change(entries())
     if (weights := getattr(strategy, "weight_codec", None)) is not None:
-        changed["codec"] = WeightCodec(
-            density=weights.density,
-            decay=weights.decay,
-            entries=change(weights.entries),
-            clip_to_median=weights.clip_to_median,
-        )
+        changed["codec"] = copied = copy(weights)
+        copied.entries = change(weights.entries)
     try:
         return replace(strategy, **changed) if changed else strategy  # type: ignore[type-var]  # likewise
     except ConfigError:
