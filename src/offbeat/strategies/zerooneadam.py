@@ -24,7 +24,8 @@ would apply it at the full rate: without this it destroys the model, and a text 
 warm-up and a cosine ends with 4 to 5% more bits (400 steps, two seeds). In a step that updates v
 momentum takes the mean gradient, which is there already; Adam's bias corrections are made, v's by
 the number of its updates; local steps become rarer after a number of them, and not as the learning
-rate falls; scales are those of 1-bit Adam here; decoupled weight decay moves the anchor.
+rate falls; scales are those of 1-bit Adam here; decoupled weight decay moves the anchor. What a
+loop writes into parameters is kept where all ranks are alike; local steps undo it, which is said.
 """
 
 from __future__ import annotations
