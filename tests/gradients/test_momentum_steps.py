@@ -55,7 +55,7 @@ class Momentum:
             optimizer=self.optimizer,
         )
         self.transform = OptimizerMomentum(context)
-        self.transform.init(self.bucket, cast(Reduction, None))
+        self.transform.init(self.bucket, cast(Reduction, self))
         self.few = few
         self.transform.follow(cast(DensitySchedule, self))
         self.transform.take()
@@ -69,8 +69,8 @@ class Momentum:
     ) -> tuple[torch.Tensor, float]:
         self.bucket.flat.copy_(gradient)
         used = np.ones(len(self.parameters), dtype=np.bool_)
-        tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
-        given = WeightedGradient(self.bucket.flat, tally, weight, grad_scale=1.0)
+        self.tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
+        given = WeightedGradient(self.bucket.flat, self.tally, weight, grad_scale=1.0)
         changed = self.transform.update(self.bucket, given, used & continues)
         return changed.gradient, changed.weight
 

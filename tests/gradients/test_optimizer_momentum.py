@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -526,3 +527,33 @@ def test_what_is_saved_when_a_step_was_interrupted_has_the_options_that_the_user
         saved = optimizer.state_dict()["param_groups"]
         session.close(average=False)
     assert [{k: v for k, v in group.items() if k != "params"} for group in saved] == wanted
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        offbeat.TopK(density=1.0),
+        offbeat.GTopK(density=0.1, collective="all_gather", warmup=None),
+    ],
+)
+def test_a_parameter_that_few_ranks_use_has_all_of_its_weight_decay(
+    strategy: Any, nesterov: bool
+) -> None:
+    """As an expert has to which one rank's samples go: its mean gradient has all of the decay."""
+
+    def shrunk(driver: ThreadDriver, leaves_out: bool) -> float:
+        net = torch.nn.ParameterList([torch.ones(10), torch.ones(10)])
+        optimizer = torch.optim.SGD(
+            net.parameters(), 0.05, momentum=0.8, weight_decay=0.1, nesterov=nesterov
+        )
+        with session_on(driver, net, optimizer, strategy):
+            for step in range(60):
+                uses = driver.rank == step % 3 or not leaves_out
+                (0 * net[0].sum() + (0 * net[1].sum() if uses else 0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return float(1 - net[1].detach().mean())
+
+    used, left_out = (results_of(3, partial(shrunk, leaves_out=each)) for each in (False, True))
+    assert left_out == pytest.approx(used, rel=0.1)

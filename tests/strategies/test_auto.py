@@ -496,6 +496,36 @@ def test_memory_that_the_system_would_make_free_is_free(
     assert auto.free_bytes(torch.device("cpu")) == 20480 * 1024
 
 
+@pytest.mark.parametrize(
+    ("membership", "limited", "names"),
+    [
+        ("0::/job/task", "job", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:memory:/docker/unseen\n0::/",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_memory_beyond_the_limit_of_a_container_or_a_job_is_not_free(
+    membership: str,
+    limited: str,
+    names: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "job/task").mkdir(parents=True)
+    (tmp_path / "job/task/memory.max").write_text("max\n")
+    (tmp_path / limited).mkdir(exist_ok=True)
+    for name, value in zip(names, ("5000", "3000"), strict=False):
+        (tmp_path / limited / name).write_text(f"{value}\n")
+    (tmp_path / limited / "memory.stat").write_text(f"anon 2000\n{names[2]} 1000\n")
+    (tmp_path / "membership").write_text(f"{membership}\n")
+    monkeypatch.setattr(auto, "CGROUPS", tmp_path)
+    monkeypatch.setattr(auto, "CGROUPS_OF_PROCESS", tmp_path / "membership")
+    assert auto.free_bytes(torch.device("cpu")) == 5000 - 3000 + 1000
+
+
 def test_memory_that_pytorch_keeps_for_tensors_to_come_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.errors import ConfigError, OffbeatWarning, UnsupportedError
 from thread_support.world import ThreadDriver, results_of, session_on
 
 SHAPE, BETA1, BETA2, EPS, DECAY = (5, 6), 0.8, 0.9, 1e-3, 0.1
@@ -219,6 +219,25 @@ def test_what_is_frozen_meanwhile_stays_and_what_is_written_into_parameters_is_k
     for frozen, written in results_of(2, job):
         assert frozen == 0
         assert 0 < written < 0.1
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_loop_that_writes_into_parameters_between_averages_is_warned(clips: bool) -> None:
+    """As one that clips the weights of a critic: local steps go on from the last average."""
+
+    def job(driver: ThreadDriver) -> list[str]:
+        net = Net()
+        optimizer = optimizer_of(net, decoupled=True)
+        with session_on(driver, net, optimizer, Often(**OPTIONS)) as session:
+            for step in range(NUM_STEPS + 12):
+                step_of(net, optimizer, driver.rank, step)
+                if clips:
+                    net.weight.data.clamp_(-0.1, 0.1)
+            return [each for each in session.notices if "undone" in each]
+
+    with pytest.warns(OffbeatWarning, match="undone") if clips else nullcontext():
+        found = results_of(2, job)
+    assert [len(each) for each in found] == [clips, clips]
 
 
 def test_what_no_rank_uses_does_not_fade_and_the_user_hears_how_much_that_is() -> None:

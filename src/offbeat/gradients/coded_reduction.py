@@ -9,13 +9,11 @@ import torch
 from typing_extensions import override
 
 from offbeat.codec.dense_wire import DenseWire
-from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
-from offbeat.collectives.base import Exchanged
 from offbeat.collectives.coded_sum import coded_sum
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, WeightedGradient
-from offbeat.transport.driver import Driver, Pending, Stream
+from offbeat.transport.driver import Driver, Stream
 
 
 class CodedReduction(ResidualReduction):
@@ -31,9 +29,6 @@ class CodedReduction(ResidualReduction):
         stream: this bucket's channels.
         decay: what is owed is multiplied by it when a step is committed, in (0, 1].
     """
-
-    # What one exchange leaves for the methods that end it, from `launch` on:
-    _pending: Pending[Exchanged[torch.Tensor]]
 
     def __init__(
         self,
@@ -69,12 +64,8 @@ class CodedReduction(ResidualReduction):
         self._pending = driver.launch(work, self._stream.next())
 
     @override
-    def wait(self) -> Tally | torch.Tensor:
-        return self._pending.wait().tally
-
-    @override
     def _commit(self) -> torch.Tensor:
-        kept, owed, _ = self._pending.wait()  # which is over
+        kept, owed, _ = self._exchanged()
         self._residual, self._mine = owed, self._residual
         for position in np.flatnonzero(~self.tally.used).tolist():
             self._take_back(position, kept)

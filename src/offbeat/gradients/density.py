@@ -40,7 +40,6 @@ then now and then, by all ranks together.
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -58,8 +57,6 @@ from offbeat.gradients.collective_choice import COLLECTIVES, BucketKind, Cheapes
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import ExchangePlan
-
-_STAGE: Final = re.compile(r"(?P<density>[0-9.eE-]+)x(?P<steps>[0-9]+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +107,7 @@ class Warmup:
         """Of text such as "1.0x80+0.25x40": 80 steps at density 1, then 40 at 0.25. Raises
         `ValueError` where it is something else.
         """
-        stages = [_STAGE.fullmatch(stage.strip()) for stage in text.split("+")]
-        return cls.of(
-            (float(stage["density"]), int(stage["steps"])) if stage else (0.0, 0)
-            for stage in stages
-        )
+        return cls.of(map(float, stage.split("x")) for stage in text.split("+"))
 
 
 DENSITY: Final = 0.1
@@ -241,7 +234,7 @@ class DensitySchedule(Callback):
         collective: SparseCollective | None = None,
         cheapest: CheapestCollective | None = None,
     ) -> None:
-        self.target = target
+        self.target = self._few = target  # `_few`: once `send_few` has been called
         self._island, self._inform = context.island, context.notices.inform
         self.listener = ExchangeListener()
         # A density of 1 that the user named for the whole run goes through the collective that the
@@ -318,11 +311,6 @@ class DensitySchedule(Callback):
         if self._rising.look(exchange, rate) and self.target < DENSITY:
             self._inform(f"warmup='auto': {in_words(self.target)}; warmup=None keeps it as it is")
         return self._rising.density_at(exchange, self.target)
-
-    @property
-    def _few(self) -> float:
-        """The target, once `send_few` has been called."""
-        return self.target
 
     def send_few(self) -> None:
         """Adam's scaling is taken over: what is measured is at most `FEW` from now on. All ranks
@@ -466,14 +454,9 @@ class MeasuredDensity(DensitySchedule):
         self._costs, self._gradient = costs, gradient
         self._driver, self._stream = context.driver, context.new_stream()
         self._num_exchanges = 0
-        self._most = 1.0
+        self._most, self._few = 1.0, FEW
         clock = partial(context.driver.now_s, context.new_stream().next())
         self.listener = self._intervals = Intervals(self._exchange_over, clock)
-
-    @property
-    @override
-    def _few(self) -> float:
-        return FEW
 
     @override
     def send_few(self) -> None:

@@ -23,15 +23,12 @@ import torch
 from typing_extensions import override
 
 from offbeat.codec.residual import add_owed
-from offbeat.codec.sparse import Sparse
-from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import TopKCodec
-from offbeat.collectives.base import Exchanged
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import EncodingReduction, EntryAges, WeightedGradient, wire_of
-from offbeat.transport.driver import Driver, Pending, Stream
+from offbeat.transport.driver import Driver, Stream
 
 _SHARE, _RANKS, _RANK = "share", "ranks", "rank"
 
@@ -47,8 +44,6 @@ class EstimateReduction(EncodingReduction):
         k: how many differences are sent, in [1, elements of the bucket].
         codec: which ones, and how they are written.
     """
-
-    _pending: Pending[Exchanged[Sparse]]  # from `launch` on
 
     def __init__(
         self, bucket: Bucket, driver: Driver, stream: Stream, *, k: int, codec: TopKCodec
@@ -89,12 +84,9 @@ class EstimateReduction(EncodingReduction):
         )
         self._pending = self._driver.launch(work, self._stream.next())
 
-    def wait(self) -> Tally:
-        return self._pending.wait().tally
-
     @override
     def _commit(self) -> torch.Tensor:
-        exchanged, flat = self._pending.wait(), self._bucket.flat
+        exchanged, flat = self._exchanged(), self._bucket.flat
         # A rank's own estimate moves by what its peers decode, which is what it sent minus what
         # rounding in the message has lost.
         add_owed(self._minus_own, self._sent.scaled(-1.0))

@@ -74,6 +74,7 @@ class _State:
 
     Attributes:
         bucket: whose gradients have it.
+        reduction: of the bucket.
         groups: the optimizer's groups of its elements.
         velocity: of the steps that were applied, shape (n,).
         staged: the velocity after the step under way, once `is_staged`; empty before the first one.
@@ -83,6 +84,7 @@ class _State:
     """
 
     bucket: Bucket
+    reduction: Reduction
     groups: GroupRanges
     velocity: torch.Tensor
     staged: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -119,7 +121,7 @@ class OptimizerMomentum(GradientTransform):
     def init(self, bucket: Bucket, reduction: Reduction) -> None:
         velocity = torch.zeros_like(bucket.flat, dtype=bucket.state_dtype)
         groups = GroupRanges(bucket, self._optimizer)
-        self._states[id(bucket)] = _State(bucket, groups, velocity)
+        self._states[id(bucket)] = _State(bucket, reduction, groups, velocity)
 
     # What the exchange calls
 
@@ -150,9 +152,8 @@ class OptimizerMomentum(GradientTransform):
         if not goes_on:  # what belongs to one step is added up, so all of it has the same unit
             self._at_once = self._density is not None and self._density.sends_few()
         param_groups, state = self._optimizer.param_groups, self._states[id(bucket)]
-        # Without momentum weight decay can stay where it is.
         self._decays = [bool(group["momentum"]) for group in param_groups]
-        decays = [coupled_decay(group) if group["momentum"] else 0.0 for group in param_groups]
+        decays = [self._decay_of(number) for number in range(len(param_groups))]
         state.groups.add_decay_(given.tally.used, decays, given.grad_scale, continues=goes_on)
         if self._at_once and state.is_zero is None:
             state.is_zero = not state.velocity.any()
@@ -181,6 +182,26 @@ class OptimizerMomentum(GradientTransform):
                 state.velocity, state.staged = state.staged, state.velocity
                 state.is_zero = None if self._at_once else False
             state.is_staged = False
+            if good:
+                self._make_up_decay(state)
+
+    def _make_up_decay(self, state: _State) -> None:
+        """A parameter that any rank has used has all of its weight decay, and which ranks have not
+        used it is known only now. They pass theirs on by the velocity: the coming step and those
+        after it have as much of it as of a gradient.
+        """
+        for position, number in state.groups.undecayed(state.reduction.tally.used):
+            decay, (factor, nesterov) = self._decay_of(number), self._options[number]
+            if decay:
+                view = state.bucket.views_of(state.velocity)[position]
+                passed_on = factor * factor if nesterov else factor
+                view.add_(state.bucket.parameters[position].detach(), alpha=decay / passed_on)
+                state.is_zero = False
+
+    def _decay_of(self, number: int) -> float:
+        """The weight decay of a group; without momentum it can stay where it is."""
+        group = self._optimizer.param_groups[number]
+        return coupled_decay(group) if group["momentum"] and group["weight_decay"] else 0.0
 
     @override
     def leaves_plain_steps(self) -> bool:
@@ -386,26 +407,9 @@ def mix_by_torch(
         flat.mul_(a).add_(velocity, alpha=b)
 
 
-def momentum_to_take(context: Context) -> OptimizerMomentum | None:
-    """The momentum of the context's optimizer; None if that is no SGD, or has none, or one that has
-    to stay there, which is said.
-    """
-    optimizer, inform = context.optimizer, context.notices.inform
-    if type(optimizer) is not torch.optim.SGD:
-        return None
-    largest = max(float(group["momentum"]) for group in optimizer.param_groups)
-    if largest == 0:
-        return None
+def reason_against_momentum(optimizer: torch.optim.SGD) -> str | None:
+    """Why the momentum of `optimizer` cannot be taken over; None: it can."""
     if any(group["dampening"] for group in optimizer.param_groups):
-        inform(
-            "momentum_correction='auto': the optimizer's momentum sees the mean of what was sent,"
-            " and is not taken over, since the optimizer dampens it"
-        )
-        return None
-    if largest >= 1:
-        inform(
-            f"momentum_correction='auto': momentum {largest:g} never ends, so it is left to the"
-            " optimizer, where it sees the mean of what was sent"
-        )
-        return None
-    return OptimizerMomentum(context)
+        return "the optimizer dampens its momentum"
+    largest = max(float(group["momentum"]) for group in optimizer.param_groups)
+    return f"momentum {largest:g} never ends" if largest >= 1 else None

@@ -464,7 +464,7 @@ def with_noise(
     return square.mul_(factor).add_(signal, alpha=1 - factor)
 
 
-def reason_against(
+def reason_against_scaling(
     optimizer: torch.optim.Optimizer,
     parameters: Collection[torch.nn.Parameter],
     *,

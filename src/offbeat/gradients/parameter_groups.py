@@ -27,7 +27,7 @@ points (twelve seeds).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, takewhile
+from itertools import count, groupby, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -89,17 +89,11 @@ class GroupRanges:
             options: of each group.
             default: of parameters that the optimizer does not have.
         """
-        if all(option == default for option in options):
-            yield slice(0, self._bucket.num_elements), default
-            return
-        here, begin = default, 0
-        for place, group in self.ranges:
-            option = default if group is None else options[group]
-            if option != here:
-                if place.start > begin:
-                    yield slice(begin, place.start), here
-                here, begin = option, place.start
-        yield slice(begin, self._bucket.num_elements), here
+        for option, run in groupby(
+            self.ranges, key=lambda each: default if each.group is None else options[each.group]
+        ):
+            places = [each.place for each in run]
+            yield slice(places[0].start, places[-1].stop), option
 
     def add_decay_(
         self,
@@ -130,6 +124,16 @@ class GroupRanges:
             if number is not None and decays[number]:
                 alpha = decays[number] * grad_scale
                 views[position].add_(bucket.parameters[position].detach(), alpha=alpha)
+
+    def undecayed(self, used: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+        """Of parameters that some rank has `used` in the step, and this one has not: the position,
+        and the number of the group. Each is asked for once a step.
+        """
+        for position in np.flatnonzero(used & ~self._decayed).tolist():
+            number = self.groups[position]
+            if number is not None and self._bucket.parameters[position].requires_grad:
+                yield position, number
+        self._decayed |= used
 
     def _look(self) -> None:
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]

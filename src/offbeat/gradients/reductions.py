@@ -283,6 +283,17 @@ class TalliedSum:
 class EncodingReduction(Reduction):
     """One whose work on entries is timed."""
 
+    _pending: Pending[Exchanged[Any]] | None = None
+    """What entries, or codes, are merged by, from `launch` on; None: tensors are summed."""
+
+    @override
+    def wait(self) -> Tally | torch.Tensor:
+        return super().wait() if self._pending is None else self._exchanged().tally
+
+    def _exchanged(self) -> Exchanged[Any]:
+        assert self._pending is not None, "nothing was launched"
+        return self._pending.wait()
+
     @override
     def launch(self, given: WeightedGradient) -> None:
         begin_s = time.perf_counter()
@@ -479,8 +490,7 @@ class SparseReduction(ResidualReduction):
         self._wire = wire_of(bucket, codec)
         self._plan = plan
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
-        self._joined: torch.Tensor | None = None
+        self._joined: TalliedSum | None = None
         self._tail = bucket.flat.new_empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._picked: NDArray[np.int64] | None = None
         self._new_selector_state: Mapping[str, float] = self._selector_state
@@ -527,25 +537,23 @@ class SparseReduction(ResidualReduction):
                 flat.copy_(accumulated)
                 accumulated.sub_(flat)
             tally = replace(tally, num_nonfinite=~is_finite(flat))
-        tally.write_to(self._tail)
-        self._joined = None
+        driver, stream, self._joined = self._driver, self._stream, None
         if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
-            self._joined = torch.cat([flat, self._tail.to(flat)])
-        summed = (flat, self._tail) if self._joined is None else (self._joined,)
-        self._sums = launch_sums(self._driver, self._stream, *summed)
+            self._joined = TalliedSum([flat], tally, driver, stream)
+        else:
+            tally.write_to(self._tail)
+            self._sums = launch_sums(driver, stream, flat, self._tail)
 
     def _accumulated(self, given: WeightedGradient) -> torch.Tensor:
         """The buffer to accumulate in, which holds the gradient."""
         return self._mine.copy_(given.gradient) if self._is_half else self._bucket.flat
 
+    @override
     def wait(self) -> Tally | torch.Tensor:
-        if self._pending is not None:
-            return self._pending.wait().tally
-        tail = super().wait()
-        if self._joined is not None:
-            size = self._bucket.num_elements
-            self._bucket.flat.copy_(self._joined[:size])
-            self._tail.copy_(self._joined[size:])
+        if self._pending is not None or self._joined is None:
+            return super().wait()
+        (total,), tail = self._joined.wait()
+        self._bucket.flat.copy_(total)
         return tail
 
     @override
@@ -562,7 +570,7 @@ class SparseReduction(ResidualReduction):
             self._residual.zero_()
         mean = self._mine if self._is_half else flat
         if self._pending is not None:
-            exchanged = self._pending.wait()  # which is over
+            exchanged = self._exchanged()
             kept = exchanged.kept
             add_owed(self._residual, exchanged.owed)
             if self._decay != 1:

@@ -21,7 +21,6 @@ from statistics import median
 from typing import Final, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -32,7 +31,6 @@ from offbeat.simulation.training import (
     Buildable,
     Machine,
     SimulatedRank,
-    TensorProfile,
     Timeline,
     carry_out,
     fused,
@@ -70,34 +68,25 @@ USUAL_CODING_S: Final = 4e-9
 _LEAST_STEPS, _LEAST_TENSORS, _MOST_TENSORS = 20, 16, 512
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredRun:
-    """What was measured of a run.
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun(Timeline):
+    """What was measured of a run. Times are the mean of all ranks, without waiting for peers;
+    whatever is neither backward pass nor optimizer's step is in those of the forward pass.
 
     Attributes:
-        tensors: the parameters, in the order of the model.
-        forward_s, backward_s, optimizer_s: of a step, the mean of all ranks, without waiting for
-            peers; whatever is neither backward pass nor optimizer's step is in the first.
         computed_s: what each rank computed for in each step that was seen, shape (steps, ranks).
         network: what messages and dense operations cost between the slowest ranks.
         ports: of each rank, where they are unlike.
         copy_s_per_byte: copying a gradient into a bucket, or out of it.
         multiply_s_per_element: multiplying a matrix, for each element and each column of the thin
             matrix that it is multiplied by.
-        moments: what the optimizer keeps of each parameter, in tensors of its size.
-        dtype: of parameters and gradients.
     """
 
-    tensors: Sequence[TensorProfile]
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
+    moments: int = 1
     computed_s: NDArray[np.float64]
     network: NetworkCosts
     copy_s_per_byte: float
     multiply_s_per_element: float
-    moments: int = 1
-    dtype: torch.dtype = torch.float32
     ports: Ports | None = None
 
     @property
@@ -239,14 +228,8 @@ def _simulate(strategy: Buildable, run: MeasuredRun, *, period: int, num_ranks: 
     )
     first = -(-LATER // period) * period
     steps = range(first, first + -(-max(_LEAST_STEPS, len(run.computed_s)) // period) * period)
-    timeline = Timeline(
-        tensors=fused(run.tensors, max(_LEAST_TENSORS, _MOST_TENSORS // num_ranks)),
-        forward_s=run.forward_s,
-        backward_s=run.backward_s,
-        optimizer_s=run.optimizer_s,
-        moments=run.moments,
-        dtype=run.dtype,
-    )
+    most_tensors = max(_LEAST_TENSORS, _MOST_TENSORS // num_ranks)
+    timeline = replace(run, tensors=fused(run.tensors, most_tensors))
     machines = [_Machine(run, cluster, rank, steps) for rank in range(num_ranks)]
     programs = [one.rank.train(strategy, timeline, with_lead_in(steps)) for one in machines]
     carry_out(cluster, programs)

@@ -20,10 +20,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch.distributed import HashStore
 from typing_extensions import override
@@ -31,11 +33,14 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback, listens
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.model_wire import bytes_at_scale
-from offbeat.codec.topk_codec import TopKCodec, WeightCodec
+from offbeat.codec.selectors import Memory, Selection, Selector
+from offbeat.codec.sparse import Sparse
+from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.codec.weightless import (
     WeightlessCode,
     WeightlessMessage,
+    WeightlessSparse,
     WeightlessVector,
     WeightlessWire,
     weightless,
@@ -46,7 +51,6 @@ from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost
 from offbeat.simulation.virtual import VirtualCluster
 from offbeat.simulation.virtual_driver import Job, VirtualThread, VirtualTicket
-from offbeat.simulation.weightless import WeightlessCodec
 from offbeat.torch_private import WeightlessReads
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
 from offbeat.transport.operations import (
@@ -325,18 +329,8 @@ class SimulatedRank(VirtualThread):
             steps: counted from 0, ascending; see `with_lead_in`.
         """
         self.timeline = timeline
-        weightless = with_codecs(strategy, self._without_content)
+        weightless = with_codecs(strategy, lambda codec: _WeightlessCodec(codec, self))
         return self.carry(lambda: self._train(weightless, steps))
-
-    def _without_content(self, codec: TopKCodec) -> TopKCodec:
-        machine = self.machine
-
-        def selected(num_elements: int, k: int) -> None:
-            self.encode(machine.selecting_s(num_elements, k, codec))
-
-        return WeightlessCodec(
-            codec, selected=selected, shared=machine.shared, lay_out=machine.lay_out
-        )
 
     def _train(self, strategy: Buildable, steps: Collection[int]) -> None:
         with WeightlessReads(self.computes(), self._publish), torch.no_grad():
@@ -539,6 +533,37 @@ class _Miniatures(Wrapper):
         return VirtualTicket(ticket.done, unpacked)
 
 
+class _WeightlessCodec(TopKCodec):
+    """Selects and writes numbers of entries where `codec` does entries, on `rank`."""
+
+    def __init__(self, codec: TopKCodec, rank: SimulatedRank) -> None:
+        selector = _NumberSelector(codec, rank)
+        super().__init__(selector=selector, values=codec.values, indices=codec.indices)
+        self.rank = rank
+
+    @override
+    def wire(self, num_elements: int, *, num_parameters: int, dtype: np.dtype[np.floating]) -> Wire:
+        real = super().wire(num_elements, num_parameters=num_parameters, dtype=dtype)
+        return cast(Wire, self.rank.machine.lay_out(real))  # collectives know either as arithmetic
+
+
+class _NumberSelector(Selector):
+    """The largest entries of vectors without content."""
+
+    def __init__(self, codec: TopKCodec, rank: SimulatedRank) -> None:
+        self.codec, self.rank = codec, rank
+
+    @override
+    def select(
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
+    ) -> Selection:
+        num_elements, rank = flat.numel(), self.rank
+        rank.encode(rank.machine.selecting_s(num_elements, k, self.codec))
+        # Two ranks have the part `shared` in common, or as much as they have by chance.
+        num_places = min(num_elements, k / max(rank.machine.shared, k / num_elements))
+        return Selection(sparse=cast(Sparse, WeightlessSparse(k, num_places)), finite=True)
+
+
 def with_lead_in(steps: range) -> range:
     """`steps`, counted from 0, and those before them that they depend on."""
     return range(steps.start - LEAD_IN if steps.start > REMEMBERED_STEPS else 0, steps.stop)
@@ -602,12 +627,8 @@ def with_codecs(strategy: T, change: Callable[[TopKCodec], TopKCodec]) -> T:
     if (entries := getattr(strategy, "entries", None)) is not None:
         changed["codec"] = change(entries())
     if (weights := getattr(strategy, "weight_codec", None)) is not None:
-        changed["codec"] = WeightCodec(
-            density=weights.density,
-            decay=weights.decay,
-            entries=change(weights.entries),
-            clip_to_median=weights.clip_to_median,
-        )
+        changed["codec"] = copied = copy(weights)
+        copied.entries = change(weights.entries)
     try:
         return replace(strategy, **changed) if changed else strategy  # type: ignore[type-var]  # likewise
     except ConfigError:

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from typing_extensions import override
@@ -48,13 +48,11 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import NotNegative, OneOrMore
-from offbeat.codec.topk_codec import WeightCodec
 from offbeat.megabatch.batch_sizes import RateScaling
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.membership.atomic_group import AtomicGroup
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.averaging import AveragingStrategy, ChangesCodec
 from offbeat.strategies.options import require_real
-from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -118,7 +116,7 @@ class AdaptiveSGD(MegaBatchStrategy):
 
     warmup: NotNegative = 20
     optimizer_state: Literal["local", "averaged"] = "averaged"
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    codec: ChangesCodec = None
     rule: Literal["proportional", "published"] = "proportional"
     min_batch_size: OneOrMore | None = None
     rate_scaling: RateScaling = "auto"

@@ -40,7 +40,8 @@ import os
 import platform
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,8 @@ from offbeat.weights.optimizer_state import divides_by_squares
 
 _SEEN: Final = 15
 MEMINFO: Final = Path("/proc/meminfo")
+CGROUPS: Final = Path("/sys/fs/cgroup")
+CGROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
 NAMES: Final = tuple(dict.fromkeys(parse_spec(spec)[0] for spec in CANDIDATES))
 """What `allow` and `exclude` may have."""
 _MOST_RANKS: Final = 64
@@ -564,9 +567,30 @@ def free_bytes(device: torch.device) -> float:
         return float(torch.cuda.mem_get_info(device)[0] + kept)
     lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
     said = dict(line.split(":") for line in lines)
+    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if "MemAvailable" in said:  # what caches files is free too
-        return 1024 * float(said["MemAvailable"].split()[0])
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        free = 1024 * float(said["MemAvailable"].split()[0])
+    return min([free, *_left_in_cgroups()])
+
+
+def _left_in_cgroups() -> Iterator[float]:
+    """What containers and batch systems leave to this process: the limit, less what is in use and
+    caches no files, of each of its cgroups and of those around it.
+    """
+    lines = CGROUPS_OF_PROCESS.read_text().splitlines() if CGROUPS_OF_PROCESS.exists() else []
+    for _, controller, path in (line.split(":", 2) for line in lines):
+        names = "memory.max", "memory.current", "inactive_file"
+        if controller == "memory":  # of version 1; version 2 names none
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        elif controller:
+            continue
+        inside = Path(path.lstrip("/"))  # which a container may not see, but the root is its own
+        for folder in (CGROUPS / controller / each for each in (inside, *inside.parents)):
+            with suppress(OSError, ValueError):  # there is none, or it says "max"
+                limit, used = (int((folder / name).read_text()) for name in names[:2])
+                stat = (folder / "memory.stat").read_text().splitlines()
+                cached = int(dict(line.split() for line in stat).get(names[2], 0))
+                yield float(max(0, limit - used + cached))
 
 
 def cores_of_one(places: Sequence[Mapping[str, Any]]) -> float:

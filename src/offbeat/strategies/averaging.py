@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 from offbeat.averaging.led_island import led_by_first_rank
 from offbeat.callbacks.callback import Callback
@@ -19,6 +19,9 @@ from offbeat.strategies.base import Strategy
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 from offbeat.weights.optimizer_state import divides_by_squares
+
+ChangesCodec: TypeAlias = WeightCodec | Annotated[str, WEIGHT_CODECS] | None
+"""An option `codec`: how changes of weights travel."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ the mean of the models, not z; statistics are drawn to their plain mean.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from offbeat.averaging.central_model import CentralModel
 from offbeat.averaging.periodic import (
@@ -31,9 +30,7 @@ from offbeat.averaging.periodic import (
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import OneOrMore, UpToOne
-from offbeat.codec.topk_codec import WeightCodec
-from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.registry import WEIGHT_CODECS
+from offbeat.strategies.averaging import AveragingStrategy, ChangesCodec
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -54,7 +51,7 @@ class Crossbow(AveragingStrategy):
 
     period: OneOrMore = 1
     alpha: UpToOne | None = None
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    codec: ChangesCodec = None
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver

@@ -27,16 +27,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 from offbeat.arithmetic.topologies import ring_weights
 from offbeat.averaging.gossip import NeighbourChanges, NeighbourMean, ring_round
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage, WeightExchange
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.topk_codec import WeightCodec
-from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.registry import WEIGHT_CODECS
+from offbeat.strategies.averaging import AveragingStrategy, ChangesCodec
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -52,7 +49,7 @@ class DPSGD(AveragingStrategy):
 
     sends_differences = True
 
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    codec: ChangesCodec = None
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver, codec = context.driver, self.weight_codec

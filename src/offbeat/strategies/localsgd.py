@@ -70,14 +70,13 @@ from offbeat.codec.described_options import (
     check_options,
 )
 from offbeat.codec.option_value import require_at_least, require_one_of
-from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.quorum import Quorum
-from offbeat.strategies.averaging import AveragingStrategy, inform_of_short_steps
+from offbeat.strategies.averaging import AveragingStrategy, ChangesCodec, inform_of_short_steps
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import refuse_idle, require_real
-from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
+from offbeat.strategies.registry import REGISTRY, SCHEDULES
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -169,7 +168,7 @@ class LocalSGD(AveragingStrategy):
     start: Strategy | Literal["allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac"] = "allreduce"
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Mapping[str, int] | str | Literal["local", "averaged"] | None = None
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    codec: ChangesCodec = None
     exchange: Streaming | Pairs | ObjectStore | Quorum | str | None = None
 
     def __post_init__(self) -> None:

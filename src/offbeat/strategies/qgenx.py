@@ -29,12 +29,11 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
-from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.coded_reduction import CodedReduction
 from offbeat.gradients.reductions import Reduction
+from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.gradient import GradientStrategy
 
 
@@ -52,12 +51,11 @@ class QGenX(GradientStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        TopKCodec(values=self.codec)  # which refuses what is no codec of values
+        AllReduce(codec=self.codec)  # which refuses what is no codec of values
 
     @override
     def reduction(self, bucket: Bucket, context: Context) -> Reduction:
-        values = TopKCodec(values=self.codec).values
-        return CodedReduction(bucket, values, context.driver, context.new_stream())
+        return AllReduce(codec=self.codec).reduction(bucket, context)
 
     @override
     def build(self, context: Context) -> Sequence[Callback]:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
 from offbeat.averaging.gossip import PushedChanges, PushSum, push_round
@@ -37,10 +36,8 @@ from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage,
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import OneOrMore
-from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.registry import WEIGHT_CODECS
+from offbeat.strategies.averaging import AveragingStrategy, ChangesCodec
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -58,7 +55,7 @@ class SGP(AveragingStrategy):
     sends_differences = True
 
     out_degree: OneOrMore = 1
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    codec: ChangesCodec = None
 
     def check_world(self, world_size: int) -> None:
         if world_size > 1 and self.out_degree >= world_size:

@@ -26,8 +26,8 @@ from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density import AT_ONCE, START, DensitySchedule, Warmup
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.optimizer_momentum import momentum_to_take
-from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
+from offbeat.gradients.optimizer_momentum import OptimizerMomentum, reason_against_momentum
+from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against_scaling
 from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
 from offbeat.gradients.reductions import SparseReduction
 from offbeat.strategies.gradient import GradientStrategy, Reductions
@@ -76,8 +76,21 @@ class EntriesStrategy(GradientStrategy):
 
     @override
     def transform(self, context: Context) -> GradientTransform:
-        taken = momentum_to_take(context) if self.takes_over else None
-        return taken or GradientTransform(context.optimizer)
+        """Of SGD its momentum."""
+        optimizer = context.optimizer
+        is_sgd = self.takes_over and type(optimizer) is torch.optim.SGD
+        if not isinstance(optimizer, torch.optim.SGD) or not (is_sgd and _remembers(optimizer)):
+            return GradientTransform(optimizer)
+        reason = reason_against_momentum(optimizer)
+        return OptimizerMomentum(context) if reason is None else self.left(context, reason)
+
+    def left(self, context: Context, reason: str) -> GradientTransform:
+        """What works before the exchange where all is left to the optimizer for a `reason`."""
+        context.notices.inform(
+            "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
+            f" of it works before entries are selected, since {reason}"
+        )
+        return GradientTransform(context.optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,30 +138,22 @@ class SparseGradientStrategy(EntriesStrategy):
     @override
     def transform(self, context: Context) -> GradientTransform:
         """Of SGD its momentum, of Adam its scaling."""
-        transform = super().transform(context)
-        optimizer, inform = context.optimizer, context.notices.inform
-        if not self.takes_over or optimizer is None or type(optimizer) is torch.optim.SGD:
-            return transform
-        groups = optimizer.param_groups
-        if not any(group.get("momentum") or group.get("betas") for group in groups):
-            return transform
-        parameters = context.parameters.values()
-        reason = reason_against(optimizer, parameters, has_scaler=context.has_scaler)
+        optimizer, parameters = context.optimizer, context.parameters.values()
+        is_sgd = type(optimizer) is torch.optim.SGD
+        if not self.takes_over or optimizer is None or is_sgd or not _remembers(optimizer):
+            return super().transform(context)
+        reason = reason_against_scaling(optimizer, parameters, has_scaler=context.has_scaler)
         if reason is None and self.density != "auto" and self.density >= AT_ONCE:
             reason = f"at a density of {self.density:g} that would be less accurate"
-        if reason is None:
-            if self.warmup == "auto":
-                # A short run, such as one that times steps, never comes to its density.
-                inform(
-                    f"the first {START} exchanges send everything, and Adam steps as ever, before"
-                    " its scaling is taken over; warmup=None begins with entries"
-                )
-            return OptimizerScaling(context)
-        inform(
-            "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
-            f" of it works before entries are selected, since {reason}"
-        )
-        return transform
+        if reason is not None:
+            return self.left(context, reason)
+        if self.warmup == "auto":
+            # A short run, such as one that times steps, never comes to its density.
+            context.notices.inform(
+                f"the first {START} exchanges send everything, and Adam steps as ever, before its"
+                " scaling is taken over; warmup=None begins with entries"
+            )
+        return OptimizerScaling(context)
 
     @override
     def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
@@ -174,3 +179,9 @@ class SparseGradientStrategy(EntriesStrategy):
             )
             pairs.append((bucket, reduction))
         return Reductions(pairs, [*others, density], [density.listener])
+
+
+def _remembers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has momentum of some kind."""
+    groups = optimizer.param_groups
+    return any(group.get("momentum") or group.get("betas") for group in groups)

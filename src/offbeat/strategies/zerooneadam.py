@@ -24,7 +24,8 @@ would apply it at the full rate: without this it destroys the model, and a text 
 warm-up and a cosine ends with 4 to 5% more bits (400 steps, two seeds). In a step that updates v
 momentum takes the mean gradient, which is there already; Adam's bias corrections are made, v's by
 the number of its updates; local steps become rarer after a number of them, and not as the learning
-rate falls; scales are those of 1-bit Adam here; decoupled weight decay moves the anchor.
+rate falls; scales are those of 1-bit Adam here; decoupled weight decay moves the anchor. What a
+loop writes into parameters is kept where all ranks are alike; local steps undo it, which is said.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from offbeat.averaging.periodic import (
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import OneOrMore
+from offbeat.codec.device_copies import read_numbers
 from offbeat.gradients.exchange import HiddenGradients
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze, require_adam
@@ -56,6 +58,17 @@ from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+_LOOKED_AT: Final = 11
+"""Once in so many steps a rank looks whether parameters are still where its local steps have led,
+which takes a pass over them, and on a GPU the host waits for it.
+"""
+
+_UNDONE: Final = (
+    "parameters were written to between two averages of ZeroOneAdam, and its steps go on from where"
+    " all ranks were last alike: what was written is undone, as is clipping of weights; use"
+    " period=1, with which it is kept, or offbeat.OneBitAdam()"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +156,7 @@ class LocalAdam(Callback, TakeMean):
         assert context.optimizer is not None
         self._schedule, self._peers, self._optimizer = schedule, peers, context.optimizer
         self._parameters, self._num_steps = context.parameters, 0
-        self._inform = context.notices.inform
+        self._notices, self._is_loaded = context.notices, False
         self.anchor = {
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in context.parameters.items()
@@ -182,7 +195,24 @@ class LocalAdam(Callback, TakeMean):
                 self.sums[name].copy_(moved.mul_(divisor).masked_fill_(divisor.isinf(), 0))
             if not self._num_steps:
                 self._before[name] = float(self._optimizer.state.get(parameter, {}).get("step", 0))
-        self._is_own = True
+        # A script may have loaded another rank's parameters with a state.
+        if self._num_steps % _LOOKED_AT == 0 and not self._is_loaded:
+            self._look_for_written()
+        self._is_own, self._is_loaded = True, False
+
+    def _look_for_written(self) -> None:
+        """Say so if parameters are not where local steps have led."""
+        are_left = [
+            (self._point(name, group).to(parameter.dtype) == parameter).all()
+            for name, group in self._groups().items()
+            if self._rates[name] and (parameter := self._parameters[name]).requires_grad
+        ]
+        if not all(read_numbers(are_left)):
+            self._notices.warn(_UNDONE)
+
+    def _point(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
+        """Where this rank's steps have led since all ranks were alike."""
+        return self.anchor[name] - self.sums[name] / self._divisor(name, group)
 
     @override
     @torch.no_grad()
@@ -203,7 +233,7 @@ class LocalAdam(Callback, TakeMean):
         if updates:
             self.merge_([*self.changes()])
         if self._num_steps == self._schedule.freeze_step:
-            self._inform(remark_of_freeze(self._optimizer, self._num_steps))
+            self._notices.inform(remark_of_freeze(self._optimizer, self._num_steps))
 
     def _gradient(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
         """Of this rank; nothing where there is none, or where it was not finite."""
@@ -234,8 +264,7 @@ class LocalAdam(Callback, TakeMean):
         rate /= 1 - beta1 ** (self._before[name] + self._num_steps)
         self._rates[name] += rate
         self.sums[name].add_(state["exp_avg"], alpha=rate)
-        moved = self.sums[name] / self._divisor(name, group)
-        self._parameters[name].copy_(self.anchor[name] - moved)
+        self._parameters[name].copy_(self._point(name, group))
 
     def _divisor(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
         return divisor_of(self._state(name)["exp_avg_sq"], self._num_updates(name), group)
@@ -307,7 +336,7 @@ class LocalAdam(Callback, TakeMean):
         saved, driver = state["replicated"], self._peers.driver
         saved_by = state["local"]["rank"], saved["world_size"]
         self._is_own = saved_by == (driver.rank, driver.world_size)
-        self._num_steps = int(saved["num_steps"])
+        self._num_steps, self._is_loaded = int(saved["num_steps"]), True
         for name, anchor in self.anchor.items():
             anchor.copy_(saved[f"anchor/{name}"])
             self.sums[name].copy_(state["local"][f"sum/{name}"])
