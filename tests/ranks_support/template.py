@@ -48,11 +48,10 @@ def main() -> None:
         importlib.import_module(name)
     from offbeat.codec import jit
     from ranks_support import rank
-    from ranks_support.measurements import measure_little, send_little
+    from ranks_support.measurements import measure_little
 
     jit.warm()
     measure_little()
-    send_little()
     warm_sharded_tensors()
     forget_finalizers()
     gc.enable()  # for what is forked
