@@ -39,7 +39,13 @@ ALLOWED = {
     "report/test_trace.py": {"_replace"},
     "ranks_support/leaks.py": {"_DummyThread"},  # Python's view of a thread that C++ began
     # An interpreter's end.
-    "ranks_support/template.py": {"_exit", "_registry", "_run_exitfuncs", "_shutdown"},
+    "ranks_support/template.py": {
+        "_cleanups",
+        "_exit",
+        "_registry",
+        "_run_exitfuncs",
+        "_shutdown",
+    },
     # The store of PyTorch's group has no public name, nor has the way to ask an island alone.
     "rank_jobs/islands.py": {"_get_default_store", "_island"},
     "test_docs.py": {"_run"},  # what comes once words have been read

@@ -9,7 +9,6 @@ import torch
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.gradients.collective_choice import (
-    LARGE_BYTES,
     REPEATS,
     SMALL_BYTES,
     BucketKind,
@@ -18,6 +17,9 @@ from offbeat.gradients.collective_choice import (
     probe,
 )
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
+from ranks_support.measurements import LARGE_BYTES
+
+pytestmark = pytest.mark.usefixtures("as_much_as_users_send")
 
 BUCKET = BucketKind(num_elements=1_000_000, element_bytes=4)
 

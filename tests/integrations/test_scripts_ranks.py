@@ -10,17 +10,11 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from integrations_support.ranks import as_launched
-from offbeat.run.config import ScriptCommand
-from offbeat.run.coordination import serve_store
-from offbeat.run.coupling import ModelListener, ScriptSessions
-from offbeat.run.worker import patched_for, run_as_main
-from offbeat_lab.attaching import script_recipe
-from offbeat_lab.options import build_strategy, parse_spec
+from ranks_support.coupled import of_two_ranks, run_coupled
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -30,15 +24,6 @@ STRATEGIES = [
     *("ddp", "allreduce", "gtopk:density=0.1:collective=tree", "localsgd:period=4"),
     *("wagma", "spdkfac"),
 ]
-
-
-class CountsSteps(ModelListener):
-    """Counts the passes of which a loss was seen."""
-
-    num_losses = 0
-
-    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
-        self.num_losses += 1
 
 
 def run_with_each(
@@ -60,14 +45,10 @@ def run_with_each(
         as_launched(rank, world_size)
         os.environ |= store | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        listener = CountsSteps()
-        recipe = script_recipe(build_strategy(*parse_spec(spec)))
-        sessions = ScriptSessions(recipe, listener)
         filled = [word.format(number=number) for word in arguments]
-        with patched_for(recipe, sessions), warnings.catch_warnings(action="ignore"):
-            run_as_main(ScriptCommand(path=script, arguments=filled))
-            sessions.close(None)
-        found.append({"sessions": sessions.num_attached, "passes": listener.num_losses})
+        with warnings.catch_warnings(action="ignore"):
+            coupled = run_coupled(spec, script, filled)
+        found.append({"sessions": coupled.num_attached, "passes": coupled.num_losses})
     return found
 
 
@@ -92,15 +73,13 @@ def test_a_script_reaches_the_loss_that_it_reaches_with_ddp(
 ) -> None:
     for number in range(len(STRATEGIES)):
         (tmp_path / str(number)).mkdir()
-    servers = [serve_store() for _ in STRATEGIES]  # the keys of a group can be used once
-    results = run_ranks(
+    results = of_two_ranks(
+        run_ranks,
         run_with_each,
-        2,
+        STRATEGIES,
         timeout_s=270,
         script=str(IDIOMS / script),
         arguments=[*arguments, f"--output_dir={tmp_path}/{{number}}"],
-        strategies=STRATEGIES,
-        stores=[server.environment(0, 2) for server in servers],
     )
     assert [each["sessions"] for ranks in results for each in ranks] == [1] * 12
     assert len({each["passes"] for ranks in results for each in ranks}) == 1

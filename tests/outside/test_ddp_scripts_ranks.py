@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 import offbeat
-from outside_support.coupled import coupled_to
 from outside_support.stores import find_by, stores
+from ranks_support.coupled import coupled_to
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks

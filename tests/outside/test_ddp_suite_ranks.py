@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import offbeat
-from outside_support.coupled import coupled_to
 from outside_support.stores import find_by, stores
+from ranks_support.coupled import coupled_to
 from ranks_support.launch import RanksError, RunRanks
 
 pytestmark = pytest.mark.ranks

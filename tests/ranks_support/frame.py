@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from ranks_support.launch import run_ranks, templates  # noqa: E402
 from ranks_support.leaks import no_leaks  # noqa: E402
-from ranks_support.measurements import measure_little  # noqa: E402
+from ranks_support.measurements import as_much_as_users_send, measure_little  # noqa: E402
 from ranks_support.threads import in_thread  # noqa: E402
 
-__all__ = ["in_thread", "run_ranks", "templates"]
+__all__ = ["as_much_as_users_send", "in_thread", "run_ranks", "templates"]
 
 # scikit-learn sets these when it is imported. A worker is forked anew where variables have changed.
 os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")

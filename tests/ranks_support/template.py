@@ -13,6 +13,7 @@ import pkgutil
 import socket
 import sys
 import threading
+import typing
 import weakref
 from collections.abc import Iterator
 from typing import NoReturn
@@ -105,6 +106,8 @@ def forget_finalizers() -> None:
     """
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False
+    # Triton's library empties these caches of imported modules at exit, which writes to as many.
+    typing._cleanups.clear()  # type: ignore[attr-defined]  # private
 
 
 def end(status: int = 0) -> NoReturn:

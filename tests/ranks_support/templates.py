@@ -103,8 +103,16 @@ def from_template(templates: Templates) -> type[ForkServer]:
     return Forked
 
 
+IN_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc"}
+"""Variables with which the memory of a process lies in large pages, where the kernel has them. A
+fork copies the table of pages, and is several times faster then.
+"""
+
+
 def start() -> ForkServer:
-    environment = os.environ | {
+    environment = {
+        **os.environ,
+        **IN_LARGE_PAGES,  # ranks have an environment of their own, without them
         "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": str(int.from_bytes(os.urandom(2))),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

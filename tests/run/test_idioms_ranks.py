@@ -11,12 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat.run.config import ScriptCommand
-from offbeat.run.coordination import serve_store
-from offbeat.run.coupling import ModelListener, ScriptSessions
-from offbeat.run.worker import patched_for, run_as_main
-from offbeat_lab.attaching import script_recipe
-from offbeat_lab.options import build_strategy, parse_spec
+from ranks_support.coupled import of_two_ranks, run_coupled
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -41,15 +36,11 @@ def run_with_each(
     attached = []
     for number, (spec, store) in enumerate(zip(strategies, stores, strict=True)):
         os.environ |= store | {"RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        recipe = script_recipe(build_strategy(*parse_spec(spec)))
-        sessions = ScriptSessions(recipe, ModelListener())
         compiles = "1" if spec == "wagma" else ""  # it takes seconds
         filled = [word.format(number=number, compiles=compiles) for word in arguments]
         torch.manual_seed(rank)
-        with patched_for(recipe, sessions), warnings.catch_warnings(action="default"):
-            run_as_main(ScriptCommand(path=script, arguments=filled))
-            sessions.close(None)
-        attached.append(sessions.num_attached)
+        with warnings.catch_warnings(action="default"):
+            attached.append(run_coupled(spec, script, filled).num_attached)
     return attached
 
 
@@ -64,15 +55,13 @@ def checkpoints(
     """What rank 0 has saved, by strategy."""
     for number in range(len(strategies)):
         (directory / str(number)).mkdir()
-    servers = [serve_store() for _ in strategies]  # the keys of a group can be used once
-    results = run_ranks(
+    results = of_two_ranks(
+        run_ranks,
         run_with_each,
-        2,
+        strategies,
         timeout_s=100,
         script=str(IDIOMS / script),
         arguments=[word.format(out=f"{directory}/{{number}}") for word in arguments],
-        strategies=strategies,
-        stores=[server.environment(0, 2) for server in servers],
     )
     assert results == [[1] * len(strategies)] * 2
     return {

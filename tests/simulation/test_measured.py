@@ -18,6 +18,8 @@ from offbeat.simulation.training import TensorProfile
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
 from offbeat.strategies.base import Strategy
 
+pytestmark = pytest.mark.usefixtures("as_much_as_users_send")
+
 RATE = 125e6
 
 

@@ -1,4 +1,6 @@
-"""Error feedback of one bucket: applied + owed == gradients, staged until committed."""
+"""Error feedback of one bucket: applied + owed == gradients, staged until committed; what a
+reduction in few bits owes; and how long entries waited before they were sent.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import offbeat
+from conformance_support.nets import Net, train
 from offbeat.codec import cuda, selectors
 from offbeat.codec.arithmetic import S, SparseArithmetic
+from offbeat.codec.few_bits import SignValues
 from offbeat.codec.selectors import THRESHOLD
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import SELECTORS, TopKCodec
 from offbeat.collectives.base import Exchanged
 from offbeat.gradients.buckets import make_buckets
-from offbeat.gradients.reductions import ExchangePlan, SparseReduction, WeightedGradient, wait_for
+from offbeat.gradients.coded_reduction import CodedReduction
+from offbeat.gradients.reductions import (
+    EntryAges,
+    ExchangePlan,
+    SparseReduction,
+    WeightedGradient,
+    wait_for,
+)
 from offbeat.transport.driver import Stream
 from offbeat.transport.operations import Collective, Now
 from offbeat.transport.single_rank import SingleRank
@@ -203,3 +215,83 @@ def test_an_empty_bucket_is_no_trouble(selection: str) -> None:
     owing = Owing(0, selection=selection)
     for k in (1, None):
         assert owing.step(torch.zeros(0), k).numel() == 0
+
+
+def test_what_is_owed_to_a_frozen_parameter_does_not_fade() -> None:
+    named = {name: torch.nn.Parameter(torch.zeros(8)) for name in ("frozen", "trained")}
+    (bucket,) = make_buckets(named, cap_bytes=None)
+    reduction = CodedReduction(bucket, SignValues(), SingleRank(), Stream(0), decay=0.5)
+    draw = torch.Generator().manual_seed(1)
+
+    def exchange() -> torch.Tensor:
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            view.zero_()
+            if parameter.requires_grad:
+                view.normal_(generator=draw)
+        used = np.array([parameter.requires_grad for parameter in bucket.parameters])
+        tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
+        reduction.launch(WeightedGradient(bucket.flat, tally, 1.0, grad_scale=1.0))
+        wait_for([reduction])
+        bucket.flat = reduction.commit()
+        return reduction.additive_state()["residual/frozen"].clone()
+
+    exchange()
+    before = exchange()
+    assert before.any()
+    named["frozen"].requires_grad_(False)
+    assert torch.equal(exchange(), before)
+
+
+def test_entries_that_take_turns_wait_for_a_round() -> None:
+    ages, everything = EntryAges(1000, 100), np.arange(1000)
+    for exchange in range(200):
+        ages.after_exchange(everything[everything % 20 == exchange % 20])
+    # The first round of each counts from the beginning: 10.5 on average.
+    assert ages.num_sent == pytest.approx(100 * 10, rel=0.05)
+    assert ages.total_age / ages.num_sent == pytest.approx((9 * 20 + 10.5) / 10, rel=0.05)
+
+
+def test_where_all_is_sent_every_entry_is_of_this_step() -> None:
+    ages = EntryAges(500)
+    for _ in range(7):
+        ages.after_exchange(np.arange(500))
+    assert (ages.num_sent, ages.total_age) == (3500, 3500)
+
+
+def test_dense_exchanges_do_not_count() -> None:
+    """What is sent afterwards has waited since the last one."""
+    ages, first, second = EntryAges(100), np.arange(50), np.arange(50, 100)
+    for indices in (first, None, None, first, second):
+        ages.after_exchange(indices)
+    assert (ages.num_sent, ages.total_age) == (150, 50 * 1 + 50 * 1 + 50 * 2)
+
+
+def test_nothing_is_no_trouble() -> None:
+    empty, waiting = EntryAges(0), EntryAges(50)
+    for ages in (empty, waiting):
+        ages.after_exchange(np.empty(0, dtype=np.int64))
+    empty.after_exchange(None)
+    assert (empty.num_sent, waiting.num_sent) == (0, 0)
+    waiting.after_exchange(np.array([0, 49]))
+    assert (waiting.num_sent, waiting.total_age) == (2, 4)
+
+
+def test_a_session_says_how_long_entries_wait() -> None:
+    ages = {}
+    for name, strategy in {
+        "whole": offbeat.AllReduce(),
+        "dense": offbeat.GTopK(collective="dense"),
+        "sparse": offbeat.GTopK(density=0.1, collective="reduce_scatter"),
+        "after dense ones": offbeat.GTopK(
+            density=0.1, collective="reduce_scatter", warmup=((1.0, 5),)
+        ),
+    }.items():
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        with offbeat.attach(net, optimizer, strategy) as session:
+            train(net, optimizer, range(20))
+            ages[name] = session.stats.mean_entry_age
+    assert (ages.pop("whole"), ages.pop("dense")) == (None, None)
+    for name, age in ages.items():
+        assert age is not None, name
+        assert 2 < age < 20, name
