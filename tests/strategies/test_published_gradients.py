@@ -177,8 +177,8 @@ class DeMo(Paper):
 
 
 class EF21(Paper):
-    """SGD's momentum, and the weight decay of what a rank uses, come before changes are looked
-    for.
+    """SGD's momentum and weight decay come before changes are looked for. A rank adds the decay of
+    what it uses, and that of what others alone have used to the coming step.
     """
 
     def __init__(self, ranks: SimulatedRanks) -> None:
@@ -195,6 +195,13 @@ class EF21(Paper):
             self.velocity = shared_out(self.velocity, num_ranks) * num_ranks / before
             self.own = self.total.expand(num_ranks, -1) / num_ranks
 
+    def decays(self, of: Sequence[bool]) -> list[torch.Tensor]:
+        """The decay of these parameters, and zeros for the others. All ranks have the same."""
+        return [
+            group["weight_decay"] * there * parameter.detach()
+            for group, there, parameter in zip(self.groups(), of, self.parameters[0], strict=True)
+        ]
+
     @override
     def step(self, step: int) -> None:
         gradients, used = self.backward(step)
@@ -202,12 +209,7 @@ class EF21(Paper):
         for rank, of_rank in enumerate(gradients):
             gradient = joined(of_rank)
             if self.takes_momentum:
-                decays = [
-                    group["weight_decay"] * there * parameter.detach()
-                    for group, there, parameter in zip(
-                        groups, self.uses[rank], self.parameters[rank], strict=True
-                    )
-                ]
+                decays = self.decays(self.uses[rank])
                 factors = [
                     torch.full_like(parameter, group["momentum"])
                     for group, parameter in zip(groups, self.parameters[rank], strict=True)
@@ -220,6 +222,13 @@ class EF21(Paper):
             self.own[rank] = self.own[rank] + change
             self.total = self.total + change
         if self.takes_momentum:
+            for rank, uses in enumerate(self.uses):
+                left = [by_any and not there for by_any, there in zip(used, uses, strict=True)]
+                late = [
+                    decay / group["momentum"]
+                    for decay, group in zip(self.decays(left), groups, strict=True)
+                ]
+                self.velocity[rank] = self.velocity[rank] + joined(late)
             rates = [
                 torch.full_like(parameter, group["lr"])
                 for parameter, group in zip(self.parameters[0], groups, strict=True)

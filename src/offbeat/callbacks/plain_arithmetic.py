@@ -8,11 +8,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 
-def casts(device_type: str) -> bool:
-    """Whether an autocast region chooses the precision of operations on such devices."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-
-
 @contextmanager
 def plain_arithmetic(device_type: str) -> Iterator[None]:
     """Inside, operations are computed without gradients and in the precision of their operands.
@@ -23,7 +18,8 @@ def plain_arithmetic(device_type: str) -> Iterator[None]:
     Args:
         device_type: of the operands.
     """
+    casts = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     # Entering an autocast region takes longer than much that is computed in it.
-    outside = torch.autocast(device_type, enabled=False) if casts(device_type) else nullcontext()
+    outside = torch.autocast(device_type, enabled=False) if casts else nullcontext()
     with torch.no_grad(), outside:
         yield

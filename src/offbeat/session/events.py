@@ -43,7 +43,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from offbeat.callbacks.callback import EVENTS, Callback, listens
 from offbeat.callbacks.context import Notices
 from offbeat.callbacks.module_hook import ModuleHook
-from offbeat.callbacks.plain_arithmetic import casts, plain_arithmetic
+from offbeat.callbacks.plain_arithmetic import plain_arithmetic
 from offbeat.errors import UnsupportedError
 from offbeat.session.metrics import SessionObserver
 from offbeat.strategies.base import Strategy
@@ -87,9 +87,12 @@ def _plainly(
 
     @wraps(method)
     def call(self: EventDispatcher, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not torch.is_grad_enabled() and not casts(self.device_type):
+        if self.has_autocast and torch.is_autocast_enabled(self.device_type):
+            with plain_arithmetic(self.device_type):
+                return method(self, *args, **kwargs)
+        if not torch.is_grad_enabled():
             return method(self, *args, **kwargs)
-        with plain_arithmetic(self.device_type):
+        with torch.no_grad():
             return method(self, *args, **kwargs)
 
     return call
@@ -116,6 +119,8 @@ class EventDispatcher:
     Attributes:
         sync: whether backward passes exchange; they accumulate locally inside its `no_sync`.
         num_steps: optimizer steps so far.
+        device_type: as given.
+        has_autocast: whether there are autocast regions for such devices.
         number: how many dispatchers this process had made before.
     """
 
@@ -136,6 +141,7 @@ class EventDispatcher:
     ) -> None:
         self._model, self._parameters = model, parameters
         self.device_type = device_type
+        self.has_autocast = torch.amp.is_autocast_available(device_type)
         self._callbacks = callbacks
         self._listening: dict[str, tuple[Callback, ...]] = {}
         self._num_listening = -1
