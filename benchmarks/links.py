@@ -235,7 +235,6 @@ def compared(
     task: str = "digits",
     settings: Sequence[str] = ("size=large", "batch_size=8"),
     labels: Sequence[str],
-    step_s: float | None = None,
 ) -> Comparison:
     """A comparison behind links of one rate.
 
@@ -245,10 +244,8 @@ def compared(
         out: directory of the comparison.
         task, settings: what is trained.
         labels: the strategies.
-        step_s: what forward and backward are padded to; None: they are not.
     """
-    link = LinkSpec(rate_bit_per_s=rate_bit_per_s)
-    cluster = Cluster(workers=WORKERS, link=link, step_s=step_s)
+    cluster = Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))
     request = CompareRequest(
         task=task,
         strategies=labels,
