@@ -105,7 +105,8 @@ class GroupRanges:
     ) -> None:
         """Add weight decay to the gradients in the bucket, which are multiplied by `grad_scale`: to
         those that are a parameter's first ones in the optimizer's step. Of a parameter that only
-        some ranks use in a step, the mean has as much less of it as the others weigh.
+        some ranks use in a step, the mean has as much less of it as the others weigh, unless these
+        make it up (`undecayed`).
 
         Args:
             used: which of the bucket's parameters have a gradient.

@@ -29,10 +29,10 @@ What is counted, and what is not:
 - A layer whose shape has changed is retired: a warning names it, and its increments have weight 0
   from then on.
 - Passes without gradients are not seen, nor those inside transforms of `torch.func`, nor those in
-  which all that is covered is frozen. Of one
-  that no backward pass follows, as of an evaluation that leaves gradients on, inputs count, and no
-  terms of the loss. So it is with `torch.autograd.grad`, which adds to no weight's gradient. Second
-  passes through a retained graph cannot be told from training and are counted.
+  which all that is covered is frozen. Of one that no backward pass follows, as of an evaluation
+  that leaves gradients on, inputs count, and no terms of the loss. So it is with
+  `torch.autograd.grad`, which adds to no weight's gradient. Second passes through a retained graph
+  cannot be told from training and are counted.
 
 `nn.MultiheadAttention` calls its projections as functions and not as modules. PyTorch's own forward
 pass runs, to the bit: its code is executed with the name `linear` bound to an observer that calls
