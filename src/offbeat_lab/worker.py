@@ -28,7 +28,7 @@ from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter
 from offbeat.run.recipes import ScriptRecipe
 from offbeat.run.recording import REPORT_EVERY_S, OpenRecord, ScriptRecorder
 from offbeat.run.step_recorder import RankRun, StepRecorder
-from offbeat.run.worker import listen_to_supervisor, run_supervised
+from offbeat.run.worker import keep_freed_memory, listen_to_supervisor, run_supervised
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import link_delay, script_recipe, step_time
 from offbeat_lab.config import recipe_of
@@ -227,6 +227,7 @@ class ComparedScript(ScriptRecorder):
 
 def train_task(run_directory: Path, turns: StepLimit, obey: Callable[[str], None]) -> int:
     """Train the task of a record; returns the exit status."""
+    keep_freed_memory()
     listen_to_supervisor(obey)
     report = pipe_reporter()
     coordinator: Coordinator | None = None
