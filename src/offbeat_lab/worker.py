@@ -22,13 +22,14 @@ from typing import Final, NoReturn
 import torch
 from typing_extensions import override
 
+from offbeat.codec.jit import keep_freed_memory
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe
 from offbeat.run.recording import REPORT_EVERY_S, OpenRecord, ScriptRecorder
 from offbeat.run.step_recorder import RankRun, StepRecorder
-from offbeat.run.worker import keep_freed_memory, listen_to_supervisor, run_supervised
+from offbeat.run.worker import listen_to_supervisor, run_supervised
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import link_delay, script_recipe, step_time
 from offbeat_lab.config import recipe_of
@@ -227,7 +228,6 @@ class ComparedScript(ScriptRecorder):
 
 def train_task(run_directory: Path, turns: StepLimit, obey: Callable[[str], None]) -> int:
     """Train the task of a record; returns the exit status."""
-    keep_freed_memory()
     listen_to_supervisor(obey)
     report = pipe_reporter()
     coordinator: Coordinator | None = None
@@ -254,6 +254,7 @@ def run_script(turns: StepLimit, obey: Callable[[str], None]) -> int:
 
 def main_and_exit() -> NoReturn:
     """Be a supervised worker, and end this process."""
+    keep_freed_memory()  # as `attach` does, for DDP, too
     run_directory = Path(sys.argv[1]).parent
     turns = StepLimit(0) if TURNS_VARIABLE in os.environ else StepLimit.unlimited()
 

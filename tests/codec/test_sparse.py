@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
 import subprocess
 import sys
@@ -182,6 +184,55 @@ def test_merges_fetch_no_memory_anew() -> None:
     )
     merged_bytes = 20 * 4 * 25_000 * (8 + 4)  # a sum and its two parts, each of up to 2 * 25,000
     assert int(done.stdout) < merged_bytes / 4096 / 10
+
+
+_MAPPED = """
+import ctypes
+
+import torch
+
+import offbeat
+
+
+class Told(ctypes.Structure):
+    _fields_ = [(f"number_{position}", ctypes.c_size_t) for position in range(10)]
+
+
+def num_mapped():
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Told
+    return mallinfo2().number_3
+
+
+model = torch.nn.Linear(1, 1)
+with offbeat.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce"):
+    before = num_mapped()
+    large = torch.empty(100 << 20, dtype=torch.uint8)
+    print(num_mapped() - before)
+"""
+
+
+@pytest.mark.skipif(
+    getattr(ctypes.CDLL(None), "mallinfo2", None) is None, reason="glibc 2.33 and newer tell"
+)
+@pytest.mark.parametrize(
+    ("environment", "num_mapped"),
+    [({}, 0), ({"MALLOC_PERTURB_": "0"}, 1), ({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}, 1)],
+    ids=["kept", "variable", "tunable"],
+)
+def test_attaching_lets_large_blocks_be_kept_unless_the_environment_says_something_of_malloc(
+    environment: dict[str, str], num_mapped: int
+) -> None:
+    """A block that glibc maps by itself is unmapped when it is freed."""
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _MAPPED],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) == num_mapped
 
 
 SETS = st.sets(st.integers(0, 200), max_size=100)

@@ -4,7 +4,6 @@ records.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
@@ -472,41 +471,6 @@ def test_a_rank_that_updates_by_hand_is_served_where_gradients_are_all_that_is_e
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     run_ranks(call_as_child, 1, **as_child_of(tmp_path, step_by_hand, "allreduce"))
-
-
-@pytest.mark.skipif(
-    getattr(ctypes.CDLL(None), "mallinfo2", None) is None, reason="glibc 2.33 or newer tells this"
-)
-@pytest.mark.parametrize(
-    ("variable", "num_mapped"),
-    [("UNRELATED", 0), ("MALLOC_PERTURB_", 1), ("GLIBC_TUNABLES", 1)],
-    ids=["kept", "MALLOC variable", "tunable"],
-)
-def test_freed_memory_is_kept_unless_the_environment_says_something_of_malloc(
-    run: RunScript, monkeypatch: pytest.MonkeyPatch, variable: str, num_mapped: int
-) -> None:
-    """A block that glibc has mapped by itself is unmapped when it is freed."""
-    for name in [each for each in os.environ if each.startswith(("MALLOC_", "GLIBC_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv(variable, "glibc.malloc.perturb=0" if variable == "GLIBC_TUNABLES" else "0")
-    outcome = run(
-        f"""
-import ctypes
-class Info(ctypes.Structure):
-    _fields_ = [(str(number), ctypes.c_size_t) for number in range(10)]
-mallinfo2 = ctypes.CDLL(None).mallinfo2
-mallinfo2.restype = Info
-def num_mapped():
-    return getattr(mallinfo2(), "3")
-before = num_mapped()
-large = torch.empty(100 << 20, dtype=torch.uint8)
-assert num_mapped() - before == {num_mapped}
-step()
-""",
-        strategy="allreduce",
-        workers=1,
-    )
-    assert (outcome.status, outcome.problem) == (0, None)
 
 
 def test_strategies_are_compared_on_a_script_by_turns(tmp_path: Path) -> None:

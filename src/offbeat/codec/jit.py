@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
@@ -16,7 +18,10 @@ R = TypeVar("R")
 COMPILED: list[Callable[..., object]] = []
 """Every kernel, as numba's dispatcher."""
 
-_KEPT_BYTES = 16 << 20
+_KEPT_BYTES: Final = 16 << 20
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_NEVER: Final = 2**31 - 1
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
@@ -31,14 +36,25 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let the allocator keep what is freed, up to twice `_KEPT_BYTES`.
+    """Let glibc keep what is freed for the next step, unless the environment says something of
+    malloc. Other allocators are not affected.
 
-    glibc gives freed memory at the end of the heap back to the system at once, and fetches it anew
-    with a fault for each 4 KiB: this took as long as merging sparse vectors itself, and as adding
-    up models. It stops when one larger block has been freed (mallopt(3), M_MMAP_THRESHOLD); the
-    block below is never touched, so it costs nothing. Other allocators are not affected.
+    By default memory at the end of the heap, and each block of more than 32 MB, goes back to the
+    system at once, and is fetched anew with a fault for each 4 KiB: this took as long as merging
+    sparse vectors itself, and a fifth of a step of a large model
+    (`benchmarks/studies/kept_memory.py`).
     """
-    np.empty(_KEPT_BYTES, dtype=np.uint8)
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # Without the first the second would be harmful: every block of more than 128 KiB is mapped.
+    if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _NEVER):
+        mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    else:
+        # Older releases refuse, and learn from a block that is freed to keep smaller ones. It is
+        # never touched, so it costs nothing.
+        np.empty(_KEPT_BYTES, dtype=np.uint8)
 
 
 def is_compiled() -> bool:

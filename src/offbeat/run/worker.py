@@ -7,7 +7,6 @@ name `__main__`. Its exit status is this process's.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import runpy
 import signal
@@ -19,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from offbeat.errors import OffbeatError
 from offbeat.run import patches
@@ -38,28 +37,6 @@ from offbeat.transport.connect import is_returning, launched
 
 _OTHER_HOSTS_S = 60.0
 """For how long the end of a run waits for ranks of other hosts."""
-
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
-_NEVER: Final = 2**31 - 1
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, for the next step.
-
-    By default it maps each block of more than 32 MB anew and unmaps it when it is freed, so each
-    step of a large model has the kernel zero its gradients, buckets and messages page by page
-    (`benchmarks/studies/kept_memory.py`). What the environment says of malloc is left as it is.
-    """
-    if any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Older releases refuse so large a threshold. The second alone would be harmful: it ends that
-    # the first one grows by itself, from 128 KB.
-    if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _NEVER):
-        mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def carry_out(
@@ -81,7 +58,6 @@ def carry_out(
     """
     assert config.script is not None
     script = config.script
-    keep_freed_memory()
     sessions = ScriptSessions(recipe, recorder)
     error = _run(script, recipe, sessions, recorder)
     if error is not None and not is_good_end(error):

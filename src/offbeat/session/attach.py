@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from offbeat.codec.jit import keep_freed_memory
 from offbeat.codec.option_value import require_at_least, require_one_of, require_positive
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
 from offbeat.session.loggers import LiveMetrics, MetricsLogger
@@ -207,6 +208,7 @@ def attach_through(
     """
     _refuse_attached(model)
     _refuse_default_device()
+    keep_freed_memory()
     returns = is_returning()
     if optimizer is not None:
         optimizer = _unwrapped(optimizer)
