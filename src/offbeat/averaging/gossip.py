@@ -19,7 +19,7 @@ from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.arithmetic import Message
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.option_value import OptionValue
-from offbeat.codec.residual import add_owed
+from offbeat.codec.sparse import add_owed
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import AllChanges, WeightCodec
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum, swap

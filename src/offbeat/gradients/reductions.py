@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.device_copies import on_device
-from offbeat.codec.residual import add_owed
 from offbeat.codec.selectors import Selector
-from offbeat.codec.sparse import Sparse
+from offbeat.codec.sparse import Sparse, add_owed
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import Wire

@@ -40,7 +40,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
-from offbeat.codec.residual import add_owed
+from offbeat.codec.sparse import add_owed
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError
