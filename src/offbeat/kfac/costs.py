@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
-from offbeat.codec.device_copies import fastest_s
+from offbeat.codec.device_copies import fastest_s, numpy_dtype
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast, gather_values
 from offbeat.kfac.blocks import FactorSlot
@@ -84,8 +83,7 @@ def gather_plan_inputs(
     kinds = driver.run(gather_values(device_kind(first.device)), stream.next())
     same_devices = len(set(kinds)) == 1
     dims = [equivalent_dim(slot.shape) for slot in slots]
-    dtype: np.dtype[np.floating] = np.dtype(str(first.dtype).removeprefix("torch."))
-    values = VALUE_CODECS[settings.curvature.factor_codec].suited_to(dtype)
+    values = VALUE_CODECS[settings.curvature.factor_codec].suited_to(numpy_dtype(first.dtype))
     costs = None
     if measures and driver.world_size > 1:
         invert = partial(_invert_sample, form_of(slots, settings, same_devices=same_devices))
