@@ -169,7 +169,10 @@ def measure(
     answers = driver.run(gather_values(mine), stream.next())
     # A rank that plans from what all ranks measured plans what all ranks plan; the slowest counts,
     # since everybody waits for it.
-    agreed = {what: slowest(_by_size(answer[what]) for answer in answers) for what in mine}
+    agreed = {
+        what: slowest({int(size): s for size, s in answer[what].items()} for answer in answers)
+        for what in mine
+    }
     broadcast = _link(agreed["broadcasts"], like)
     gap_s = (agreed["several"][NUM_AT_ONCE] - agreed["broadcasts"][small]) / (NUM_AT_ONCE - 1)
     return FactorCosts(
@@ -221,10 +224,6 @@ def inversion_clock(device: torch.device, now_s: Callable[[], float]) -> Callabl
     peers wait.
     """
     return time.thread_time if device.type == "cpu" else now_s
-
-
-def _by_size(samples: Mapping[str, float]) -> dict[int, float]:
-    return {int(size): seconds for size, seconds in samples.items()}
 
 
 def _link(samples: Mapping[int, float], like: torch.Tensor) -> LinkCost:
