@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from _models.kfac_iteration import fit_inversion
 from _models.kfac_published import ExponentialInversion
 from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
-from offbeat.arithmetic.fusion import OWNER_BLOCK, fuse, owner_of
 from offbeat.arithmetic.groups import VersionGroup, group_of_version, groups, num_groups
 from offbeat.arithmetic.topologies import exponential_hops, exponential_peers, ring_weights
 from offbeat.arithmetic.trees import broadcast_rounds, num_rounds, reduce_rounds
+from offbeat.codec.sparse import OWNER_BLOCK, owner_of
 from offbeat.errors import ConfigError
+from offbeat.gradients.buckets import fuse
 from offbeat.kfac.placement import InversionCost, TabledInversion, slowest
 from offbeat_lab.plan.profile import PolynomialInversion
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from offbeat.codec import cuda, jit, selectors
 from offbeat.codec.jit import COMPILED
-from offbeat.codec.kept_threshold import KeptThreshold
-from offbeat.codec.selectors import THRESHOLD, Selection
+from offbeat.codec.selectors import THRESHOLD, KeptThreshold, Selection
 
 NUM_ELEMENTS = 20_011
 """More than `selectors.SMALL`, so that a threshold is guessed; and no multiple of any block."""

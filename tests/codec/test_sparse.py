@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from offbeat.arithmetic.fusion import owner_of
 from offbeat.codec import jit
 from offbeat.codec.histogram import histogram, quotas
 from offbeat.codec.jit import COMPILED
@@ -24,6 +23,7 @@ from offbeat.codec.sparse import (
     add,
     add_all,
     keep_largest,
+    owner_of,
     partition,
     split_by_index,
     union_disjoint,

@@ -17,9 +17,8 @@ from typing_extensions import override
 
 import offbeat
 from offbeat.codec.index_codecs import CodedIndices, IndexCodec
-from offbeat.codec.residual import add_owed
 from offbeat.codec.selectors import Selection, Selector
-from offbeat.codec.sparse import Sparse
+from offbeat.codec.sparse import Sparse, add_owed
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec, WireValues
 from offbeat.codec.wire import Wire

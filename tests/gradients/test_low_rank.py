@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.gradients.low_rank import orthonormal
+from offbeat.strategies.powersgd import orthonormal
 from thread_support.world import ThreadDriver, results_of, session_on
 
 ROWS, COLUMNS, NUM_STEPS = 12, 20, 5

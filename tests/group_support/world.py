@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.arithmetic.groups import VersionGroup, group_of_version
-from offbeat.averaging.background import group_average, pair_average
+from offbeat.averaging.background import group_average
 from offbeat.averaging.background.deadlines import DeadlineRule
 from offbeat.averaging.background.interface import (
     Contribution,
@@ -36,6 +36,7 @@ from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
 from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat.strategies import adpsgd
 from offbeat.transport.driver import Counting, Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
 from offbeat_lab.emulation.delaying import Raised
@@ -407,7 +408,7 @@ class World:
             rounding=Rounding() if schedule.rounds else None,
             changes=CodedChanges(E3M0Values(), CONSTANT) if schedule.codes else None,
         )
-        protocol = pair_average.serve if schedule.pairs else group_average.serve
+        protocol = adpsgd.serve if schedule.pairs else group_average.serve
         yield from protocol(rank, settings, self.models[rank], self.counts[rank])
         if schedule.leaves:
             self.drivers[rank].close()

@@ -1,1 +1,1 @@
-"""Pure arithmetic: trees, fusion, ownership, costs."""
+"""Pure arithmetic: trees, groups, topologies, costs."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
 import torch
 from typing_extensions import override
 
@@ -18,8 +17,9 @@ from offbeat.averaging.periodic import Everyone, ExchangeWithPeers, TakeMean, We
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.arithmetic import Message
 from offbeat.codec.dense_wire import DenseWire
+from offbeat.codec.device_copies import numpy_dtype
 from offbeat.codec.option_value import OptionValue
-from offbeat.codec.residual import add_owed
+from offbeat.codec.sparse import add_owed
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import AllChanges, WeightCodec
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum, swap
@@ -81,8 +81,7 @@ class _ChangeWire:
 
     def __init__(self, codec: WeightCodec | None, like: torch.Tensor) -> None:
         codec = codec or AllChanges("float32")
-        n, entries = like.numel(), codec.entries
-        dtype: np.dtype[np.floating] = np.dtype(str(like.dtype).removeprefix("torch."))
+        n, entries, dtype = like.numel(), codec.entries, numpy_dtype(like.dtype)
         self._selector, self._k = entries.selector, min(n, max(1, round(codec.density * n)))
         self.selector_state = dict(entries.selector.initial_state())
         self._tally = Tally.of_nobody(0)

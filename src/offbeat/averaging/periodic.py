@@ -5,7 +5,7 @@
     schedule    after which steps                 `GrowingPeriod`, or another `AveragingSchedule`
     exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean`,
                                                   `PushSum` and `PairMean`;
-                                                  `averaging.central_model.CentralModel`;
+                                                  `strategies.crossbow.CentralModel`;
                                                   `averaging.streaming.StreamingMean`;
                                                   `averaging.object_store.StoreMean`;
                                                   `averaging.members.MeanOfMembers`

@@ -11,11 +11,17 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, Final
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 REPEATS: Final = 5
 """How often what is timed is done."""
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[np.floating]:
+    """A real type of tensors as that of arrays."""
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def put(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """What picks the entries that travel: a `Selector`, chosen by value in a strategy's options.
 
-`codec.topk_codec` has the names of all. Two kinds stand here, which look for the largest entries of
+`codec.topk_codec` has the names of all. Those that stand here look for the largest entries of
 residual + gradient. On the CPU they do so in one pass over both (`codec.cuda` does it for tensors
 on an accelerator):
 
@@ -27,7 +27,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -47,6 +47,9 @@ WITHIN = (0.8, 1.2)
 THRESHOLD = "threshold"
 """The name of the last step's threshold in the state of reuse: a magnitude; 0 when there was none.
 """
+
+_AGE: Final = "age"
+_KEPT_WITHIN: Final = (0.25, 4.0)
 
 GAIN = 0.1
 """Exponent that turns the ratio of counts into that of thresholds; around density 0.001 of a
@@ -134,6 +137,39 @@ class ThresholdReuse(Selector):
         self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
     ) -> Selection:
         return reuse(flat, residual, k=k, weight=weight, threshold=state[THRESHOLD])
+
+
+class KeptThreshold(Selector):
+    """What reaches a threshold that is sought anew every 1,000 steps, if that is k / 4 to 4 k
+    entries; else the `k` largest.
+    """
+
+    # "Threshold kept for a period" of DCT (arXiv 2010.08899, section 3). What is not sent is owed
+    # and adds up until it reaches the threshold, so that the number of entries settles by itself;
+    # it follows the size of gradients, where other selectors follow their order alone. Differences
+    # from the paper: where too few or too many entries reach it, the k largest are taken, and a
+    # period begins; a period is one of a bucket's own, which is checkpointed.
+
+    def __init__(self, period: int = 1000) -> None:
+        self.period = period
+
+    @override
+    def initial_state(self) -> Memory:
+        return {THRESHOLD: 0.0, _AGE: 0.0}
+
+    @override
+    def select(
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, state: Memory
+    ) -> Selection:
+        kept = state[THRESHOLD] if state[_AGE] < self.period else 0.0
+        found = reuse(flat, residual, k=k, weight=weight, threshold=kept, within=_KEPT_WITHIN)
+        if not found.finite:
+            return found
+        # Reaching adapts a threshold that has fitted, but not where exactly k entries reach it; one
+        # that is sought is the least of k.
+        sought = kept == 0 or (len(found.sparse) == k and found.state[THRESHOLD] != kept)
+        threshold, age = (found.state[THRESHOLD], 0.0) if sought else (kept, state[_AGE])
+        return replace(found, state={THRESHOLD: threshold, _AGE: age + 1})
 
 
 def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) -> Selection:

@@ -22,13 +22,17 @@ from itertools import pairwise
 from typing import SupportsIndex, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.arithmetic import fusion
+from offbeat.codec.device_copies import on_device
 from offbeat.codec.jit import keep_freed_memory, kernel
 from offbeat.errors import WireError
 
 _ONE = np.uint64(1)
+
+OWNER_BLOCK = 64
+"""Consecutive indices that belong to the same owner."""
 
 _Pairs: TypeAlias = tuple[NDArray[np.int64], NDArray[np.floating]]
 """Indices and values, of the same shape, as the kernels take them."""
@@ -146,13 +150,23 @@ def split_by_index(sparse: Sparse, indices: NDArray[np.int64]) -> tuple[Sparse, 
 
 
 def partition(sparse: Sparse, num_owners: int) -> list[Sparse]:
-    """The pairs of each owner; `arithmetic.fusion.owner_of` says who owns an index."""
-    owners = fusion.owner_of(sparse.indices, num_owners)
+    """The pairs of each owner."""
+    owners = owner_of(sparse.indices, num_owners)
     # Numbers of 1 or 2 bytes are sorted in one pass for each byte.
     order = np.argsort(owners.astype(np.min_scalar_type(num_owners)), kind="stable")
     dealt = sparse.indices[order], sparse.values[order]
     bounds = [0, *np.cumsum(np.bincount(owners, minlength=num_owners)).tolist()]
     return [_pairs(dealt, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)]
+
+
+def owner_of(indices: NDArray[np.int64], world_size: int) -> NDArray[np.int64]:
+    """Which rank sums the entries at `indices`: blocks of `OWNER_BLOCK` indices are dealt out in
+    turn.
+
+    Gradients are large in some layers and small in others; dealing out small blocks gives every
+    rank its share of each layer, where equal ranges would give one rank nearly everything.
+    """
+    return (indices // OWNER_BLOCK) % world_size
 
 
 def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
@@ -164,6 +178,15 @@ def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
             " the same options?"
         )
     return union
+
+
+def add_owed(flat: torch.Tensor, owed: Sparse) -> None:
+    """Add `owed` into `flat`, shape (owed.num_elements,), in place."""
+    flat.index_add_(
+        0,
+        on_device(torch.from_numpy(owed.indices), flat.device),
+        on_device(torch.from_numpy(owed.values).to(flat.dtype), flat.device),
+    )
 
 
 def _room_for(num_pairs: int, like: Sparse) -> _Pairs:

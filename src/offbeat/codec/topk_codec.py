@@ -11,9 +11,8 @@ import numpy as np
 
 from offbeat.codec.few_bits import E3M0Values, LevelValues, LinearValues, SignValues
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
-from offbeat.codec.kept_threshold import KeptThreshold
 from offbeat.codec.option_value import OptionValue
-from offbeat.codec.selectors import Exact, Selector, ThresholdReuse
+from offbeat.codec.selectors import Exact, KeptThreshold, Selector, ThresholdReuse
 from offbeat.codec.sidco import SIDCo
 from offbeat.codec.value_codecs import BFloat16Values, Float8Values, Float32Values, ValueCodec
 from offbeat.codec.wire import Wire

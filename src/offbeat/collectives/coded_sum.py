@@ -18,13 +18,13 @@ messages in sequence.
 from __future__ import annotations
 
 from functools import reduce
-from itertools import pairwise
 
 import torch
 
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.tally import Tally
 from offbeat.collectives.base import Exchanged
+from offbeat.collectives.weighted_mean import regions_of
 from offbeat.transport.operations import Collective, Recv, Send
 
 
@@ -51,8 +51,7 @@ def coded_sum(
         WireError: a message is damaged, or from a rank with another model or options.
         PeerError: a rank has failed.
     """
-    bounds = [mine.numel() * owner // world_size for owner in range(world_size + 1)]
-    regions = [slice(begin, end) for begin, end in pairwise(bounds)]
+    regions = regions_of(0, mine.numel(), world_size)
     # Each rank begins with its successor, so that not all send to the same receiver at once.
     peers = [(rank + hop) % world_size for hop in range(1, world_size)]
     tallies = [tally] * world_size

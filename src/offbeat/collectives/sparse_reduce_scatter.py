@@ -1,6 +1,6 @@
 """Sparse reduce-scatter and all-gather: the global top-k with O(k) traffic, for any world size.
 
-    deal the indices out to owners in small blocks                  (planning.fusion.owner_of)
+    deal the indices out to owners in small blocks                     (codec.sparse.owner_of)
     send every owner its part of my entries; an owner adds up what it gets
     all-gather how many sums each owner has of each magnitude       (a few hundred counters)
     all ranks read off the magnitude that leaves k entries

@@ -72,7 +72,7 @@ def weighted_mean(
     is_weightless = isinstance(values, torch.Tensor)
     step = max(1, num_elements if is_weightless else FRAGMENT_BYTES // dtype.itemsize)
     fragments = [
-        _regions(begin, min(begin + step, num_elements), size)
+        regions_of(begin, min(begin + step, num_elements), size)
         for begin in range(0, num_elements, step)
     ]
     if is_weightless:
@@ -99,7 +99,7 @@ def weighted_mean(
     return cast(Values, result)
 
 
-def _regions(begin: int, end: int, size: int) -> list[slice]:
+def regions_of(begin: int, end: int, size: int) -> list[slice]:
     """The elements `begin` to `end` in as many parts of about equal length."""
     bounds = [begin + (end - begin) * owner // size for owner in range(size + 1)]
     return [slice(first, last) for first, last in pairwise(bounds)]

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.codec.dense_wire import DenseWire
+from offbeat.codec.device_copies import numpy_dtype
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.collectives.coded_sum import coded_sum
 from offbeat.gradients.buckets import Bucket
@@ -44,8 +45,7 @@ class CodedReduction(ResidualReduction):
         self._wire = self._wire_of(values)
 
     def _wire_of(self, values: ValueCodec) -> DenseWire:
-        double = self._residual.dtype == torch.float64
-        values = values.suited_to(np.dtype(np.float64 if double else np.float32))
+        values = values.suited_to(numpy_dtype(self._residual.dtype))
         return DenseWire(num_parameters=len(self._bucket.indices), values=values)
 
     @override

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.callbacks.callback import Callback
+from offbeat.codec.device_copies import numpy_dtype
 from offbeat.codec.selectors import Exact, Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
@@ -214,9 +215,8 @@ def _local_costs_s(
     """Of residual and selection, for each element; and of each entry that is selected, dealt to an
     owner, written, read and added. Measured on noise.
     """
-    double = sample.dtype == torch.float64
-    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
-    kept = torch.float64 if double else torch.float32
+    kept = torch.float64 if sample.dtype == torch.float64 else torch.float32
+    dtype = numpy_dtype(kept)
     residual = sample.new_zeros(SAMPLE_ELEMENTS, dtype=kept)
     wire = TopKCodec().wire(SAMPLE_ELEMENTS, num_parameters=1, dtype=dtype)
     tally = Tally.of_nobody(1)

@@ -38,12 +38,11 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
-from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.codec.tally import Tally
 from offbeat.collectives.dense import dense_broadcast, gather_values
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.clipping import LocalClipping
+from offbeat.gradients.clipping import LocalClipping, clip_gradients_
 from offbeat.gradients.gradient_guard import MAX_SKIPPED_STEPS
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import Reduction, WeightedGradient, wait_for
@@ -98,22 +97,21 @@ class LaunchOrder:
             ready()
 
 
-class PutOff:
-    """Work on a bucket for which the host has to wait for the device. Within backward that would
-    keep it from queueing the rest of the pass, so it is done after it, on a stream of its own: that
-    waits for what was queued before this object was made, and not for the rest.
+def put_off(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What carries out later `work` on a bucket for which the host has to wait for the device.
+    Within backward that would keep it from queueing the rest of the pass, so it is done after it,
+    on a stream of its own: that waits for what was queued before this call, and not for the rest.
     """
+    ready = torch.cuda.current_stream(device).record_event()
 
-    def __init__(self, work: Callable[[], None], device: torch.device) -> None:
-        self._work, self._device = work, device
-        self._ready = torch.cuda.current_stream(device).record_event()
-
-    def carry_out(self) -> None:
-        aside = _stream_aside(self._device)
-        aside.wait_event(self._ready)
+    def carry_out() -> None:
+        aside = _stream_aside(device)
+        aside.wait_event(ready)
         with torch.cuda.stream(aside):
-            self._work()
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+            work()
+        torch.cuda.current_stream(device).wait_stream(aside)
+
+    return carry_out
 
 
 @cache
@@ -336,7 +334,7 @@ class GradientExchange(Callback):
         self._stashed: list[torch.Tensor | None] = [None] * len(self._pairs)
         self._versions = [0] * len(self._pairs)  # of the buffers after the last step
         self._num_launched = 0
-        self._put_off = list[PutOff]()
+        self._put_off = list[Callable[[], None]]()
         self._num_accumulated = 0
         self._synchronised = True
         self._exchanges_since_step = self._exchanges_since_update = 0
@@ -495,7 +493,7 @@ class GradientExchange(Callback):
         while self._num_launched < len(self._pairs):
             self._launch_next(failed=failed)
         while self._put_off:
-            self._put_off.pop(0).carry_out()
+            self._put_off.pop(0)()
         # All buckets are waited for before any is committed: the step counts only if it is good on
         # every rank in every bucket.
         tallies = wait_for([reduction for _, reduction in self._pairs])
@@ -576,7 +574,7 @@ class GradientExchange(Callback):
             ("gradients", b),
             begin
             if reduction.only_queues or not bucket.flat.is_cuda
-            else partial(self._put_off.append, PutOff(begin, bucket.flat.device)),
+            else partial(self._put_off.append, put_off(begin, bucket.flat.device)),
         )
 
     def _weight_now(self) -> float:

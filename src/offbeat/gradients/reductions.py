@@ -15,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.codec.device_copies import on_device
-from offbeat.codec.residual import add_owed
+from offbeat.codec.device_copies import numpy_dtype, on_device
 from offbeat.codec.selectors import Selector
-from offbeat.codec.sparse import Sparse
+from offbeat.codec.sparse import Sparse, add_owed
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import Wire
@@ -441,8 +440,7 @@ class ExchangePlan:
 def wire_of(bucket: Bucket, codec: TopKCodec) -> Wire:
     """Layout of the messages of a bucket with real gradients."""
     # Half-precision gradients are selected, owed and merged in float32.
-    double = bucket.flat.dtype == torch.float64
-    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    dtype = numpy_dtype(bucket.state_dtype)
     return codec.wire(bucket.num_elements, num_parameters=len(bucket.indices), dtype=dtype)
 
 

@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
-from offbeat.codec.device_copies import fastest_s
+from offbeat.codec.device_copies import fastest_s, numpy_dtype
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast, gather_values
 from offbeat.kfac.blocks import FactorSlot
@@ -84,8 +83,7 @@ def gather_plan_inputs(
     kinds = driver.run(gather_values(device_kind(first.device)), stream.next())
     same_devices = len(set(kinds)) == 1
     dims = [equivalent_dim(slot.shape) for slot in slots]
-    dtype: np.dtype[np.floating] = np.dtype(str(first.dtype).removeprefix("torch."))
-    values = VALUE_CODECS[settings.curvature.factor_codec].suited_to(dtype)
+    values = VALUE_CODECS[settings.curvature.factor_codec].suited_to(numpy_dtype(first.dtype))
     costs = None
     if measures and driver.world_size > 1:
         invert = partial(_invert_sample, form_of(slots, settings, same_devices=same_devices))
@@ -171,7 +169,10 @@ def measure(
     answers = driver.run(gather_values(mine), stream.next())
     # A rank that plans from what all ranks measured plans what all ranks plan; the slowest counts,
     # since everybody waits for it.
-    agreed = {what: slowest(_by_size(answer[what]) for answer in answers) for what in mine}
+    agreed = {
+        what: slowest({int(size): s for size, s in answer[what].items()} for answer in answers)
+        for what in mine
+    }
     broadcast = _link(agreed["broadcasts"], like)
     gap_s = (agreed["several"][NUM_AT_ONCE] - agreed["broadcasts"][small]) / (NUM_AT_ONCE - 1)
     return FactorCosts(
@@ -223,10 +224,6 @@ def inversion_clock(device: torch.device, now_s: Callable[[], float]) -> Callabl
     peers wait.
     """
     return time.thread_time if device.type == "cpu" else now_s
-
-
-def _by_size(samples: Mapping[str, float]) -> dict[int, float]:
-    return {int(size): seconds for size, seconds in samples.items()}
 
 
 def _link(samples: Mapping[int, float], like: torch.Tensor) -> LinkCost:

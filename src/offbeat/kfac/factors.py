@@ -239,22 +239,18 @@ def products_of_roots(diagonals: torch.Tensor, shape: FactorShape) -> torch.Tens
     return pack(roots[:, :, None] * roots[:, None, :])
 
 
-def _flat_upper(dim: int) -> torch.Tensor:
-    rows, columns = torch.triu_indices(dim, dim)
-    return torch.add(columns, rows, alpha=dim)
-
-
 @cache
 def _upper(dim: int, device: torch.device) -> torch.Tensor:
     """Where the packed elements lie in the flattened square."""
-    return _flat_upper(dim).to(device=device, dtype=torch.int32)
+    rows, columns = torch.triu_indices(dim, dim)
+    return torch.add(columns, rows, alpha=dim).to(device=device, dtype=torch.int32)
 
 
 @cache
 def _both(dim: int, device: torch.device) -> torch.Tensor:
     """Where the elements of the flattened square lie among the packed ones."""
     places = torch.zeros(dim * dim, dtype=torch.int32)
-    places[_flat_upper(dim)] = torch.arange(num_packed(dim), dtype=torch.int32)
+    places[_upper(dim, places.device)] = torch.arange(num_packed(dim), dtype=torch.int32)
     square = places.view(dim, dim)
     return torch.maximum(square, square.mT).flatten().to(device)
 

@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from math import nan
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from offbeat.codec.dense_wire import DenseWire
-from offbeat.codec.device_copies import put
+from offbeat.codec.device_copies import numpy_dtype, put
 from offbeat.codec.tally import Tally, is_finite
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.coded_sum import coded_sum
@@ -465,8 +464,7 @@ class FactorMessage:
         for view, bound, exact, shape in zip(self._views, bounds, diagonals, shapes, strict=True):
             view.div_(bound.masked_fill(~(bound > 0), 1))
             diagonal_of(view, shape, becomes=torch.zeros_like(exact))  # codes are finer without
-        dtype: np.dtype[np.floating] = np.dtype(str(mine.dtype).removeprefix("torch."))
-        values = VALUE_CODECS[self._codec].suited_to(dtype)
+        values = VALUE_CODECS[self._codec].suited_to(numpy_dtype(mine.dtype))
         wire, nobody = DenseWire(num_parameters=0, values=values), Tally.of_nobody(0)
         kept = torch.empty_like(mine)
         mine.copy_((yield from coded_sum(rank, world_size, mine, nobody, wire, kept=kept)).kept)

@@ -300,7 +300,7 @@ def _tied_block(
     if any(len({_kind_of_use(user.module) for user in some}) > 1 for some in ways):
         return [], "shared by layers of different kinds"
     biases = {id(_own_parameter(user.module, "bias")) for user in users}
-    has_one_bias = len(ways) == 1 and len(biases) == 1 and _is_only_in(users, holders, "bias")
+    has_one_bias = len(ways) == 1 and len(biases) == 1 and _have_one_bias(users, holders)
     uses: list[Use] = []
     for some in ways:
         first = some[0]
@@ -328,9 +328,9 @@ def _kind_of_use(module: nn.Module) -> tuple[str, object]:
     return ("Conv1D" if is_transposed_linear(module) else "Linear"), None
 
 
-def _is_only_in(users: Sequence[Holder], holders: Holders, name: str) -> bool:
-    """Whether all of `users`, and nobody else, have one and the same parameter called `name`."""
-    shared = _own_parameter(users[0].module, name)
+def _have_one_bias(users: Sequence[Holder], holders: Holders) -> bool:
+    """Whether all of `users`, and nobody else, have one and the same trainable bias."""
+    shared = _own_parameter(users[0].module, "bias")
     if shared is None or not shared.requires_grad:
         return False
     return {id(holder.module) for holder in holders[id(shared)]} == {

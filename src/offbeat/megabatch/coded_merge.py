@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from offbeat.codec.dense_wire import DenseWire
-from offbeat.codec.residual import add_owed
+from offbeat.codec.sparse import add_owed
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.coded_sum import coded_sum

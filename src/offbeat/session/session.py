@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader
 
 from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
-from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.callbacks.plain_arithmetic import plain_arithmetic
 from offbeat.codec.option_value import require_positive
 from offbeat.codec.tally import all_finite
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
+from offbeat.gradients.clipping import clip_gradients_
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation

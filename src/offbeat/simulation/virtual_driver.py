@@ -290,9 +290,7 @@ class _VirtualReceive:
         self, cluster: VirtualCluster, rank: int, operation: Recv | RecvAny, channel: int
     ) -> None:
         self._takes_any = isinstance(operation, RecvAny)
-        self._peers = (
-            operation.peers if isinstance(operation, RecvAny) else frozenset([operation.peer])
-        )
+        self._peers = operation.peers
         self._cluster, self._rank, self._channel = cluster, rank, channel
         timeout_s = operation.timeout_s
         self._limit = None if timeout_s is None else _Limit(cluster, rank, timeout_s)

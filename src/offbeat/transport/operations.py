@@ -71,6 +71,11 @@ class Recv(_Named):
     peer: int
     timeout_s: float | None = None
 
+    @property
+    def peers(self) -> frozenset[int]:
+        """As of `RecvAny`."""
+        return frozenset([self.peer])
+
 
 @dataclass(frozen=True, slots=True)
 class RecvAny(_Named):

@@ -306,9 +306,7 @@ class _Receive:
     def __init__(self, driver: Peers, operation: Recv | RecvAny, channel: int) -> None:
         self._driver, self.channel = driver, channel
         self._takes_any = isinstance(operation, RecvAny)
-        self.peers = (
-            operation.peers if isinstance(operation, RecvAny) else frozenset([operation.peer])
-        )
+        self.peers = operation.peers
         timeout_s = operation.timeout_s
         self.deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from offbeat.codec.device_copies import read_numbers
+from offbeat.codec.device_copies import numpy_dtype, read_numbers
 from offbeat.codec.jit import keep_freed_memory
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.tally import all_finite, is_finite
@@ -322,9 +322,7 @@ class Staging:
             if piece.device.type == "cuda"
         }
         self.num_elements = sum(self._sizes)
-        self.dtype: np.dtype[np.floating] = (
-            np.dtype(np.float64) if self._dtype == torch.float64 else np.dtype(np.float32)
-        )
+        self.dtype = numpy_dtype(self._dtype)
         self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
         self.shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
 

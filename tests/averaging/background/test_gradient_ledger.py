@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from offbeat.averaging.background.gradient_ledger import GradientLedger
 from offbeat.averaging.background.interface import Contribution, Piece, VersionResult
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.codec.model_wire import ABSENT, Note, Values
+from offbeat.strategies.eagersgd import GradientLedger
 
 NUM = 4
 NOTHING = np.zeros(0, np.bool_)

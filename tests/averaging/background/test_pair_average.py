@@ -18,11 +18,11 @@ from offbeat.averaging.background.interface import (
     ProtocolSettings,
     VersionResult,
 )
-from offbeat.averaging.background.pair_average import serve
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat.strategies.adpsgd import serve
 from offbeat.transport.operations import Collective, Now, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
 

@@ -1,7 +1,7 @@
 """What the averaging protocols take and give.
 
-Both protocols, `group_average` (WAGMA-SGD) and `pair_average` (AD-PSGD), use these types. A
-protocol knows its rank only through the rank's `SharedModel`.
+Both protocols, `group_average` (WAGMA-SGD) and `strategies.adpsgd`, use these types. A protocol
+knows its rank only through the rank's `SharedModel`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _ASK_AGAIN_S = 0.05
 AveragingProtocol: TypeAlias = Callable[
     [int, ProtocolSettings, SharedModel, ProtocolCounts], Collective[ProtocolCounts]
 ]
-"""A protocol that averages on behalf of a rank: `group_average.serve`, `pair_average.serve`."""
+"""A protocol that averages on behalf of a rank, as `group_average.serve` does."""
 
 
 class ProgressThread:

@@ -3,7 +3,7 @@
 A `ProtocolMember` takes messages and times and gives messages; `run_member` carries them over a
 driver. The member keeps account of the peers that have stopped, have finished or are dead, and
 answers requests for models. What it does with arrivals, chunks and averages is the business of the
-two subclasses, `group_average.RoundManager` and `pair_average.PairMember`.
+two subclasses, `group_average.RoundManager` and `strategies.adpsgd.PairMember`.
 
 The trainer of a rank speaks to its own member by posting the messages of `arrive`, `fetch_model`,
 `stop_stepping` and `finish`.

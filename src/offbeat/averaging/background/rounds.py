@@ -47,6 +47,7 @@ from offbeat.codec.model_wire import (
     no_counters,
 )
 from offbeat.codec.rounding import Rounding, add_rounded, make_up_for_rounding
+from offbeat.collectives.weighted_mean import regions_of
 from offbeat.errors import WireError
 from offbeat.transport.operations import Payload
 
@@ -340,7 +341,8 @@ class ScatteredRound(GroupRound):
         self, version: int, group: tuple[int, ...], *, rank: int, settings: ProtocolSettings
     ) -> None:
         super().__init__(version, group, rank=rank, settings=settings)
-        self._bounds = _region_bounds(group, self._num_elements)
+        parts = regions_of(0, self._num_elements, len(group))
+        self._bounds = {rank: (p.start, p.stop) for rank, p in zip(group, parts, strict=True)}
         self._contributed_to: dict[int, ModelMessage] = {}
         self._averages: set[int] = set()
 
@@ -510,12 +512,6 @@ def _cut(chunk: ModelMessage, span: slice, rounding: Rounding | None) -> ModelMe
     before = rounding.num_exact(0, span.start)
     exact = slice(before, before + rounding.num_exact(span.start, span.stop))
     return replace(chunk, begin=span.start, codes=chunk.codes[span], values=chunk.values[exact])
-
-
-def _region_bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[int, int]]:
-    """For each member, the index of its region's first element and the index after the last."""
-    cuts = [position * num_elements // len(group) for position in range(len(group) + 1)]
-    return {rank: (cuts[position], cuts[position + 1]) for position, rank in enumerate(group)}
 
 
 def share_of(average: ModelMessage, weight: float) -> np.floating:
