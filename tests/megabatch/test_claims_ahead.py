@@ -400,6 +400,9 @@ def test_a_rank_that_joins_makes_up_for_the_merges_that_it_has_missed() -> None:
         notify=lambda remark: None,
     )
     assert (loader.epoch, loader.mega_batch) == (1, 2)
+    # What a merge calls may look at the loader, which its maker has from now on.
+    assert policy.num_merged == 0
+    next(loader.one_mega_batch())
     assert policy.num_merged == loader.num_merged == 3 + 2
 
 

@@ -276,6 +276,7 @@ class DispatchLoader(Callback):
             if self._open_round is None:
                 return  # A state was loaded meanwhile.
             self._merge(overlaps=goes_on or bool(self._open_round.later))
+            self._tell()
 
     @property
     def merge_is_under_way(self) -> bool:
@@ -659,7 +660,6 @@ class DispatchLoader(Callback):
         elif following.retry == 0:
             following = self._cut(following)
         self._open(following)
-        self._tell()
 
     def _move_to(self, following: ClaimRound) -> None:
         """A round begins: what stands before it is merged, or will be."""
