@@ -675,7 +675,8 @@ class DispatchLoader(Callback):
         """Add what was computed of a round to what was of the mega-batch, which ends with it unless
         `following` belongs to it.
         """
-        over, shares = merged.claim_round, dict(self._earlier_shares)
+        over, earlier = merged.claim_round, self._earlier_shares
+        shares = {rank: replace(share, weight=0.0) for rank, share in earlier.items()}
         for share in merged.shares:
             shares[share.rank] = shares[share.rank].plus(share) if share.rank in shares else share
         if (over.epoch, over.mega_batch) == (following.epoch, following.mega_batch):
