@@ -376,8 +376,8 @@ class DispatchLoader(Callback):
         if len(unmerged) > 1:
             raise CheckpointError(
                 "the ranks' states were saved in different mega-batches (epoch and number by rank:"
-                f" {places}), or after different merges; save them on all ranks after the same"
-                " merge, or in the middle of the same mega-batch"
+                f" {places}), or after different merges; save them on all ranks between the same"
+                " two merges, as after loader.one_mega_batch()"
             )
         seen = [
             _moved(SampleRange(*span), (theirs["place"][0] - self.epoch) * self._num_samples)
