@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -187,8 +188,16 @@ class Policy(MegaBatchCallback):
 class Worker:
     """A rank with a loader, which does one thing at a time."""
 
-    def __init__(self, rank: int, peers: Peers, *, num_samples: int, ahead: int) -> None:
-        self.policy = Policy(rank, peers)
+    def __init__(
+        self,
+        rank: int,
+        peers: Peers,
+        *,
+        num_samples: int,
+        ahead: int,
+        policy: Policy | None = None,
+    ) -> None:
+        self.policy = policy or Policy(rank, peers)
         self.loader = DispatchLoader(
             NumbersAhead(num_samples, batches_ahead=ahead),
             log=ClaimLog(peers.store),
@@ -400,7 +409,45 @@ def test_a_rank_that_joins_makes_up_for_the_merges_that_it_has_missed() -> None:
         notify=lambda remark: None,
     )
     assert (loader.epoch, loader.mega_batch) == (1, 2)
+    # What a merge calls may look at the loader, which its maker has from now on.
+    assert policy.num_merged == 0
+    next(loader.one_mega_batch())
     assert policy.num_merged == loader.num_merged == 3 + 2
+
+
+class Weighing(Policy):
+    """Two merges in a mega-batch of 12 samples, with the weights of updates."""
+
+    @override
+    def samples_of_round(self, samples_before: int) -> int | None:
+        return 6
+
+    @override
+    def end_merge(self) -> MergedRound | None:
+        merged = super().end_merge()
+        assert merged is not None, "nobody was left out"
+        total = sum(share.updates for share in merged.shares)
+        shares = [replace(share, weight=share.updates / total) for share in merged.shares]
+        return replace(merged, shares=tuple(shares))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_weights_are_those_of_the_merge_that_ends_a_mega_batch(*, dies: bool) -> None:
+    """In the merge before it each rank has half of the weight."""
+    peers = Peers(2)
+    first, second = (
+        Worker(rank, peers, num_samples=12, ahead=0, policy=Weighing(rank, peers))
+        for rank in range(2)
+    )
+    # They agree where to begin, take a batch each and merge; then the first one takes the others.
+    for worker in (first, second, first, second, first, first):
+        worker.advance()
+    if dies:
+        peers.die(1)
+    while not first.loader.last:
+        for worker in (first,) if dies else (second, first):
+            worker.advance()
+    assert {share.rank: share.weight for share in first.loader.last} == {0: 1.0, 1: 0.0}
 
 
 class Ticking:

@@ -524,18 +524,24 @@ def test_in_step_other_ranks_share_out_what_is_left_of_an_epoch(
     assert len(indices) == 112 + seen_twice
 
 
+@pytest.mark.parametrize("name", ["AllReduce", "AdaptiveSGD", "ElasticSGD"])
 @pytest.mark.parametrize("other", [{"seed": 1}, {"dataset": numbers(21)}], ids=["seed", "dataset"])
-def test_in_step_the_middle_of_an_epoch_of_another_order_is_refused(
-    attached: Make, other: dict[str, Any]
+@pytest.mark.parametrize("stop", [1, 3])
+def test_the_middle_of_an_epoch_of_another_order_is_refused(
+    attached: Make, name: str, other: dict[str, Any], stop: int
 ) -> None:
     """Some samples would come twice in it, and others never."""
+    options = {} if name == "AllReduce" else {"mega_batch": 2}
     usual = {"dataset": numbers(20), "seed": 0, "batch_size": 6}
-    _, _, session = attached(offbeat.AllReduce())
+    net, optimizer, session = attached(getattr(offbeat, name)(**options))
     loader = session.loader(**usual)
-    next(iter(loader))
+    batches = iter(loader)
+    for _ in range(stop):
+        step(net, optimizer, next(batches)[0])
     middle = session.state_dict()
-    list(loader)
-    _, _, second = attached(offbeat.AllReduce())
+    for (x,) in batches:
+        step(net, optimizer, x)
+    _, _, second = attached(getattr(offbeat, name)(**options))
     second.loader(**usual | other)
     with pytest.raises(CheckpointError, match="in the middle of an epoch of .* make it with these"):
         second.load_state_dict(middle)

@@ -232,12 +232,15 @@ class MegaBatchShare:
         return self.updates * (self.samples / (len(self.claims) * self.batch_size))
 
     def plus(self, later: MegaBatchShare) -> MegaBatchShare:
-        """This and what the worker computed in a later round of the same mega-batch."""
+        """This and what the worker computed in a later round of the same mega-batch, whose merge is
+        the one that the weight is of.
+        """
         return replace(
             self,
             claims=self.claims + later.claims,
             updates=self.updates + later.updates,
             busy_s=self.busy_s + later.busy_s,
+            weight=later.weight,
         )
 
 

@@ -60,6 +60,23 @@ def order_of(
     return np.random.default_rng((seed, epoch)).permutation(num_samples)
 
 
+def description_of_order(num_samples: int, seed: int, *, shuffles: bool) -> dict[str, int]:
+    """What the orders of all epochs depend on."""
+    return {"samples": num_samples, "seed": seed, "shuffles": int(shuffles)}
+
+
+def require_same_order(saved: Mapping[str, int], here: Mapping[str, int]) -> None:
+    """Raise `CheckpointError` unless the order of an epoch in whose middle a state was saved, by
+    what it depends on, is that of the loader here.
+    """
+    if saved != here:
+        raise CheckpointError(
+            f"the state was saved in the middle of an epoch of {saved}, and this loader has {here}:"
+            " of what is left some samples would come twice and others never; make it with these,"
+            " or save between two epochs"
+        )
+
+
 def mega_batch_span(num_samples: int, mega_batch: int, number: int) -> SampleRange:
     """Where mega-batch `number` of an epoch lies in its order.
 
@@ -259,6 +276,7 @@ class DispatchLoader(Callback):
             if self._open_round is None:
                 return  # A state was loaded meanwhile.
             self._merge(overlaps=goes_on or bool(self._open_round.later))
+            self._tell()
 
     @property
     def merge_is_under_way(self) -> bool:
@@ -358,8 +376,8 @@ class DispatchLoader(Callback):
         if len(unmerged) > 1:
             raise CheckpointError(
                 "the ranks' states were saved in different mega-batches (epoch and number by rank:"
-                f" {places}), or after different merges; save them on all ranks after the same"
-                " merge, or in the middle of the same mega-batch"
+                f" {places}), or after different merges; save them on all ranks between the same"
+                " two merges, as after loader.one_mega_batch()"
             )
         seen = [
             _moved(SampleRange(*span), (theirs["place"][0] - self.epoch) * self._num_samples)
@@ -642,7 +660,6 @@ class DispatchLoader(Callback):
         elif following.retry == 0:
             following = self._cut(following)
         self._open(following)
-        self._tell()
 
     def _move_to(self, following: ClaimRound) -> None:
         """A round begins: what stands before it is merged, or will be."""
@@ -658,7 +675,8 @@ class DispatchLoader(Callback):
         """Add what was computed of a round to what was of the mega-batch, which ends with it unless
         `following` belongs to it.
         """
-        over, shares = merged.claim_round, dict(self._earlier_shares)
+        over, earlier = merged.claim_round, self._earlier_shares
+        shares = {rank: replace(share, weight=0.0) for rank, share in earlier.items()}
         for share in merged.shares:
             shares[share.rank] = shares[share.rank].plus(share) if share.rank in shares else share
         if (over.epoch, over.mega_batch) == (following.epoch, following.mega_batch):
@@ -728,6 +746,10 @@ class DispatchLoader(Callback):
             self._order = epoch, order_of(self._num_samples, seed=self._seed, epoch=epoch)
         return self._order[1]
 
+    @property
+    def _order_here(self) -> dict[str, int]:
+        return description_of_order(self._num_samples, self._seed, shuffles=self._shuffles)
+
     # State
 
     @override
@@ -756,6 +778,7 @@ class DispatchLoader(Callback):
                 "epoch": self.epoch,
                 "mega_batch": self.mega_batch,
                 "samples_of_mega_batch": self._policy.samples_of_mega_batch,
+                "order": self._order_here,
                 "merged": [list(span) for span in merged],
                 "lost": [list(span) for span in lost],
                 "untold": self.num_merged - self._num_told,
@@ -775,6 +798,8 @@ class DispatchLoader(Callback):
         saved = state["local"]
         if "mega_batch" not in saved:
             raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
+        if any(saved.get(key) for key in ("mega_batch", "merged", "lost", "claims")):
+            require_same_order(saved.get("order", self._order_here), self._order_here)
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
         self._lost = tuple(SampleRange(*span) for span in saved.get("lost", ()))

@@ -31,7 +31,13 @@ from offbeat.errors import CheckpointError, ConfigError, MismatchError, OffbeatE
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import ClaimLog, SampleRange
 from offbeat.megabatch.fetching import Fetcher, MapStyle, ReadAhead, require_map_style
-from offbeat.megabatch.loader import DispatchLoader, data_description, order_of
+from offbeat.megabatch.loader import (
+    DispatchLoader,
+    data_description,
+    description_of_order,
+    order_of,
+    require_same_order,
+)
 from offbeat.session.agreement import agree, answer_of, require_agreement
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
@@ -421,12 +427,7 @@ class LockstepLoader(Callback):
 
     @property
     def _order(self) -> dict[str, int]:
-        """What the order of an epoch depends on."""
-        return {
-            "samples": self._num_samples,
-            "seed": self._seed,
-            "shuffles": int(self._shuffles),
-        }
+        return description_of_order(self._num_samples, self._seed, shuffles=self._shuffles)
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -434,13 +435,8 @@ class LockstepLoader(Callback):
         if "step" not in saved:
             raise CheckpointError("the state lacks 'step'; it was saved by another loader")
         step, first = int(saved["step"]), int(saved["first"])
-        order = saved["order"]
-        if (step or first) and order != self._order:
-            raise CheckpointError(
-                f"the state was saved in the middle of an epoch of {order}, and this loader has"
-                f" {self._order}: of what is left some samples would come twice and others never;"
-                " make it with these, or save between two epochs"
-            )
+        if step or first:
+            require_same_order(saved["order"], self._order)
         self.epoch, self.step, self._first = int(saved["epoch"]), step, first
         self._batches = iter(())
         before = tuple(map(int, saved["batch_sizes"]))

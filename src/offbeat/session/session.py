@@ -481,7 +481,7 @@ class Session:
 
     def on_merge(self, callback: Callable[[], object]) -> None:
         """Call `callback` on each rank whenever a mega-batch has been merged, with `AdaptiveSGD`
-        and `ElasticSGD`. Register it before the loader is made.
+        and `ElasticSGD`. Register it before the first batch.
 
         It is the place to step a learning-rate scheduler, `session.on_merge(scheduler.step)`: all
         ranks merge equally often, while each takes its own number of batches. A run of E epochs has
