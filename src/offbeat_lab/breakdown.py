@@ -116,12 +116,20 @@ class Steps:
         return found
 
     def _blocks(self) -> list[slice]:
-        """A mega-batch is a block, whole or not at all, since what it waits is in its last step."""
+        """A mega-batch is a block, whole or not at all, since what it waits is in its last step.
+        Where most steps exchange nothing, as with averages of weights, blocks end with an exchange:
+        in those that hold none a step would seem to cost nothing but computing.
+        """
         ends = [int(end) for end in np.searchsorted(self.step, self.merged, side="right")]
         first = 1 if len(ends) > 2 else 0  # batch sizes have not found themselves in the first
         return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)][
             first:
-        ] or block_slices(self.num_steps)
+        ] or block_slices(self.num_steps, self._rare_exchanges())
+
+    def _rare_exchanges(self) -> list[int]:
+        """Behind how many steps each of the exchanges is over, where most steps have none."""
+        ends = np.flatnonzero(np.nansum(self.bytes_sent, axis=0) > 0) + 1
+        return ends.tolist() if 2 * ends.size < self.num_steps else []
 
     def in_step(self) -> NDArray[np.bool_]:
         """Whether all ranks that did a step were in it at the same time, shape (steps,). Not so

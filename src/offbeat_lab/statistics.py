@@ -61,16 +61,28 @@ def num_warm_up(num_steps: int) -> int:
     return min(_MAX_WARM_UP_STEPS, num_steps // 4)
 
 
-def block_slices(num_steps: int) -> list[slice]:
+def block_slices(num_steps: int, ends: Sequence[int] = ()) -> list[slice]:
     """About twelve blocks of consecutive steps, without the first ones; at least one unless there
     is no step.
 
     The mean within a block is fair to strategies that communicate every few steps; the median over
     blocks is not impressed by a hiccup of the machine.
+
+    Args:
+        num_steps: of the run.
+        ends: what every block is to begin and to end with, such as the steps behind which an
+            exchange is over, in rising order; (): any step. If not two of them are left, all that
+            is left is one block.
     """
-    settled = np.arange(num_warm_up(num_steps), num_steps)
-    parts = np.array_split(settled, max(1, min(_BLOCKS, settled.size)))
-    return [slice(int(part[0]), int(part[-1]) + 1) for part in parts if part.size]
+    begin = num_warm_up(num_steps)
+    bounds = np.array(
+        [end for end in ends if end >= begin] if ends else range(begin, num_steps + 1)
+    )
+    if bounds.size < 2:
+        bounds = np.array([begin, num_steps])
+    pieces = np.arange(bounds.size - 1)
+    parts = np.array_split(pieces, max(1, min(_BLOCKS, pieces.size)))
+    return [slice(int(bounds[part[0]]), int(bounds[part[-1] + 1])) for part in parts if num_steps]
 
 
 def estimate(

@@ -505,6 +505,24 @@ def test_ranks_that_are_fast_by_turns_do_no_more_than_they_do_over_time(tmp_path
     assert of.block_samples_per_s() == pytest.approx([16.0] * len(of.block_step_s()), rel=0.05)
 
 
+@pytest.mark.parametrize(("period", "num_steps"), [(20, 100), (7, 100), (40, 100), (5, 24)])
+def test_where_few_steps_exchange_a_step_costs_its_part_of_the_exchange(
+    tmp_path: Path, period: int, num_steps: int
+) -> None:
+    """A block without an exchange would say that it costs nothing."""
+    events = [
+        replace(
+            EVENT,
+            step=step,
+            duration_s=11.0 if step % period == 0 else 1.0,
+            bytes_sent=0 if step % period else 100,
+        )
+        for step in range(1, num_steps + 1)
+    ]
+    of = read_steps(Record(write(tmp_path / "run", [events, events])))
+    assert of.block_step_s() == pytest.approx([1 + 10 / period] * len(of.block_step_s()))
+
+
 def write_claimed(
     path: Path, *, updates: Sequence[Sequence[int]], steps_each: int, merge_s: float
 ) -> Path:
