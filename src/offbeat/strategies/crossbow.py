@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from offbeat.averaging.central_model import CentralModel
 from offbeat.averaging.periodic import (
     Everyone,
@@ -52,6 +54,11 @@ class Crossbow(AveragingStrategy):
     period: OneOrMore = 1
     alpha: UpToOne | None = None
     codec: ChangesCodec = None
+
+    @property
+    @override
+    def keeps_anchor(self) -> bool:
+        return True
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
