@@ -569,9 +569,9 @@ def test_members_that_have_ended_do_not_clip_the_changes_of_one_that_trains() ->
 
 
 def test_a_resumed_run_still_owes() -> None:
-    workers = crew(2, codec=CODECS["sparse"])
+    workers = crew(2, codec=CODECS["sparse"], world_size=2)
     no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
-    resumed = crew(2, codec=CODECS["sparse"])
+    resumed = crew(2, codec=CODECS["sparse"], world_size=2)
     no_errors(together(resumed, [joins, joins]))
     for old, new in zip(workers, resumed, strict=True):
         new.part.load_state_dict(old.part.state_dict())
@@ -588,6 +588,21 @@ def test_with_another_number_of_workers_the_mean_of_what_is_owed_stays() -> None
     alone.part.load_state_dict(offbeat.reshard(states, 1, 0)["callbacks"]["x"])
     assert alone.owed.any()
     torch.testing.assert_close(alone.owed, torch.stack([each.owed for each in workers]).mean(0))
+
+
+def test_survivors_that_resume_owe_what_they_owed_after_the_death() -> None:
+    """They were two in the last average, however many had begun the run."""
+    trio = crew(3, codec=CODECS["sparse"])
+    no_errors(together(trio, [steps(1, 1), steps(3, 3), steps(2, 2)]))
+    workers = trio[:2]
+    no_errors(together(workers, [steps(1, 1), steps(3, 3)], number=1))
+    resumed = crew(2, codec=CODECS["sparse"], world_size=2)
+    no_errors(together(resumed, [joins, joins]))
+    states = [{"strategy": "localsgd", "callbacks": {"x": w.part.state_dict()}} for w in workers]
+    for rank, (old, new) in enumerate(zip(workers, resumed, strict=True)):
+        new.part.load_state_dict(offbeat.reshard(states, 2, rank)["callbacks"]["x"])
+        assert old.owed.any()
+        assert new.owed.equal(old.owed)
 
 
 def test_one_that_joins_owes_nothing_and_hears_all() -> None:

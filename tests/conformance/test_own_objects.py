@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pytest
@@ -33,6 +33,9 @@ from offbeat.transport.routed import C10d
 from offbeat_lab.emulation.delaying import Delaying
 from ranks_support.launch import RunRanks
 from transport_support.wrappers import Recorded, RecordingDriver
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 
 class RoundRobin(Selector):
@@ -340,3 +343,15 @@ def test_a_codec_that_is_none_is_refused(codec: Any) -> None:
     for kind in (offbeat.GTopK, offbeat.TopK, offbeat.EF21):
         with pytest.raises(ConfigError, match="codec .*TopKCodec"):
             kind(codec=codec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypedForCheckersAlone(offbeat.AllReduce):
+    """A strategy whose option is of a type that its module holds for type checkers alone."""
+
+    when: Fraction | None = None
+
+
+def test_an_option_whose_type_is_imported_for_type_checkers_alone_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match=r"names 'Fraction'.*import it there, and not under `if"):
+        TypedForCheckersAlone()

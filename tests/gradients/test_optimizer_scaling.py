@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -675,3 +676,36 @@ def test_a_parameter_that_is_used_late_moves_as_with_adam_and_leaves_others_thei
         ]
     assert moved[1] < 10 * 0.001 * 20  # ten steps of the learning rate in each of 400 elements
     assert moved[0] > moved[1] / 3
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_parameter_that_few_ranks_use_in_a_step_has_all_of_its_weight_decay(
+    in_turns: bool,
+) -> None:
+    """As an expert has: if each rank uses it now and then. Of one that a single rank uses all the
+    time the others' decay is not scaled up to a gradient's size.
+    """
+
+    def mean_of(driver: ThreadDriver, strategy: Strategy, decay: float) -> float:
+        net = torch.nn.ParameterList([torch.ones(20)])
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.002, weight_decay=decay)
+        with session_on(driver, net, optimizer, strategy):
+            for step in range(150):
+                draw = torch.Generator().manual_seed(7919 * step + driver.rank)
+                if driver.rank == (step % 3 if in_turns else 0):
+                    (net[0] * torch.randn(20, generator=draw)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return float(net[0].detach().mean())
+
+    def shrunk(strategy: Strategy) -> float:
+        with_decay, without = (
+            results_of(3, partial(mean_of, strategy=strategy, decay=decay))[0]
+            for decay in (0.02, 0.0)
+        )
+        return without - with_decay
+
+    sparse = offbeat.GTopK(density=0.05, collective="all_gather", warmup=None)
+    found, plain = shrunk(sparse), shrunk(offbeat.AllReduce())
+    assert found <= 1.2 * plain
+    assert not in_turns or found >= 0.8 * plain

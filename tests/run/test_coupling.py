@@ -212,6 +212,32 @@ def test_a_scaler_is_found_and_the_loss_is_seen_as_the_script_has_it(
     assert script.session.stats.steps == 1
 
 
+def test_each_of_two_scalers_is_that_of_the_losses_that_it_scales(stack: ExitStack) -> None:
+    """As in a GAN: what is owed of either model is in the unit of its own losses."""
+    script = Script(
+        offbeat.GTopK(density=0.2, collective="all_gather", warmup=None, momentum_correction=None),
+        stack,
+    )
+    nets = [DistributedDataParallel(nn.Linear(3, 5, bias=False)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1.0) for net in nets]
+    # One of them doubles its scale after each step.
+    scalers = [torch.amp.GradScaler("cpu", 4.0, growth_interval=each) for each in (1, 1000)]
+    before = [net.module.weight.detach().clone() for net in nets]
+    gradient, losses = torch.arange(15.0).view(5, 3) + 1, []
+    for _ in range(4):
+        for net, optimizer, scaler in zip(nets, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = (net.module.weight * gradient).sum() + 0 * net(X).sum()
+            losses.append(loss.item())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert script.heard.losses == pytest.approx(losses)
+    for net, was, session in zip(nets, before, script.heard.sessions, strict=True):
+        owed = session.state_dict()["callbacks"]["gradients"]["additive"]["residual/weight"]
+        torch.testing.assert_close(was - net.module.weight.detach() + owed.view(5, 3), 4 * gradient)
+
+
 def test_an_optimizer_that_is_stepped_in_the_place_of_the_first_one_is_attached_anew(
     stack: ExitStack,
 ) -> None:

@@ -104,6 +104,32 @@ def test_a_model_whose_session_ends_while_the_script_goes_on_is_the_mean(
         torch.testing.assert_close(left, mean)
 
 
+def test_weights_that_are_no_numbers_any_more_are_not_taken_for_what_the_script_has_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is evaluated until the next average, which names the rank, is the mean as ever."""
+
+    def job(driver: ThreadDriver) -> bool:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, LOCAL) as session:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            for step in range(6):
+                if step == 5:
+                    optimizer.param_groups[0]["lr"] = float("nan")
+                step_of(model, optimizer, driver.rank, step)
+            evaluation.mode_changed(training=False)
+            is_finite = all(bool(value.isfinite().all()) for value in held(model))
+            evaluation.mode_changed(training=True)
+            assert all(bool(value.isnan().all()) for value in held(model))
+            session.close(average=False)
+            evaluation.close()
+        return is_finite
+
+    assert results_of(2, job) == [True, True]
+    assert "has written into the parameters" not in caplog.text
+
+
 def write(model: torch.nn.Module, values: list[torch.Tensor], *, rebinds: bool = False) -> None:
     for parameter, value in zip(model.parameters(), values, strict=True):
         if rebinds:

@@ -74,6 +74,7 @@ PLACES: list[tuple[object, str]] = [
     (fsdp, "fully_shard"),
     (torch.optim.Optimizer, "__init__"),
     (torch.amp.GradScaler, "__init__"),
+    (torch.amp.GradScaler, "scale"),
     (torch.nn.Module, "train"),
     (torch.Tensor, "backward"),
     (torch.nn.utils, "clip_grad_norm_"),
@@ -208,17 +209,19 @@ def test_optimizers_scalers_losses_and_modes_are_heard_of(heard: Heard) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
     loss = model(torch.ones(1, 3)).sum()
+    scaler.scale(loss)
     loss.backward()
     model.eval()
     dist.destroy_process_group()
     assert [event for event in heard.events if event[0] != "backward_ended"] == [
         ("optimizer_made", optimizer),
         ("scaler_made", scaler),
+        ("scaler_used", scaler),
         ("backward_begins", loss),
         ("mode_changed", model),
         ("group_ends", None),
     ]
-    assert heard.names()[3] == "backward_ended"
+    assert heard.names()[4] == "backward_ended"
 
 
 def test_a_forward_pass_of_a_divided_module_is_heard_of(heard: Heard) -> None:

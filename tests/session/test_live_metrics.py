@@ -87,11 +87,13 @@ def test_a_logger_hears_what_is_logged_and_how_the_session_is_doing() -> None:
     assert all(map(math.isfinite, later.values()))
 
 
-def test_the_residual_norm_is_that_of_all_that_is_owed() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_residual_norm_is_that_of_all_that_is_owed(dtype: torch.dtype) -> None:
     model, optimizer = made()
+    model.to(dtype)
     strategy = offbeat.TopK(density=0.1, warmup=None)
     with offbeat.attach(model, optimizer, strategy) as session:
-        model(torch.randn(8, 16)).square().mean().backward()
+        model(torch.randn(8, 16, dtype=dtype)).square().mean().backward()
         optimizer.step()
         (additive,) = [part.state_dict()["additive"] for part in session.callbacks if part.gauges()]
         owed = [t for name, t in additive.items() if "residual" in name]

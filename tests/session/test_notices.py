@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -100,3 +102,44 @@ def test_dropping_what_a_strategy_has_exchanged_and_needs_is_said_once(
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
         assert sum("has dropped gradients" in notice for notice in session.notices) == drops
+
+
+@pytest.mark.parametrize("habit", ["goes back", "evaluates another", "resumes", "resumes late"])
+@pytest.mark.parametrize(
+    ("strategy", "keeps_anchor"),
+    [
+        (offbeat.LocalSGD(outer="diloco"), True),
+        (offbeat.LocalSGD(outer="diloco", exchange="2x1"), True),
+        (offbeat.Crossbow(), True),
+        (offbeat.DEFSGD(), True),
+        (offbeat.LocalSGD(), False),
+        (offbeat.WAGMA(), False),
+    ],
+)
+def test_a_model_that_is_loaded_without_the_state_of_then_is_said(
+    strategy: Strategy, keeps_anchor: bool, habit: str
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved: list[Any] = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with offbeat.attach(model, optimizer, strategy) as session:
+            model.load_state_dict(torch.nn.Linear(2, 1).state_dict())  # before the first step
+            for step in range(4):
+                if step == 1:
+                    saved = [copy.deepcopy(each.state_dict()) for each in (model, session)]
+                if step == 3 and habit != "resumes late":
+                    own = copy.deepcopy(model.state_dict())
+                    model.load_state_dict(saved[0])
+                    if habit == "evaluates another":
+                        model.load_state_dict(own)
+                if step == 3 and "resumes" in habit:
+                    session.load_state_dict(saved[1])
+                if step == 3 and habit == "resumes late":
+                    model.load_state_dict(saved[0])
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    told = sum("a model was loaded between two steps" in str(each.message) for each in warned)
+    assert told == (keeps_anchor and habit == "goes back")

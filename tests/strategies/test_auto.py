@@ -5,7 +5,7 @@ that of measurements and predictions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -549,8 +549,39 @@ def test_memory_that_pytorch_keeps_for_tensors_to_come_is_free(
 def test_cores_are_shared_by_the_ranks_that_have_the_same_ones(
     cores: list[list[int]], expected: float
 ) -> None:
-    places = [{"host": "one", "cores": each} for each in cores]
-    assert auto.cores_of_one([*places, {"host": "other", "cores": [*range(64)]}]) == expected
+    places = [{"host": "one", "cores": each, "processors": {}} for each in cores]
+    other = {"host": "other", "cores": [*range(64)], "processors": {}}
+    assert auto.cores_of_one([*places, other]) == expected
+
+
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        ("0::/job/task", {"job/cpu.max": "150000 100000", "job/task/cpu.max": "max 100000"}),
+        (
+            "4:cpu,cpuacct:/docker/unseen\n3:cpuset:/\n0::/",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "30000", "cpu,cpuacct/cpu.cfs_period_us": "20000"},
+        ),
+        ("1:cpu:/\n0::/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}),
+    ],
+)
+def test_a_container_has_the_time_of_so_many_cores_which_its_ranks_share(
+    membership: str, files: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "membership").write_text(f"{membership}\n")
+    monkeypatch.setattr(auto, "CGROUPS", tmp_path)
+    monkeypatch.setattr(auto, "CGROUPS_OF_PROCESS", tmp_path / "membership")
+    limits, cores = auto.processor_limits(), [*range(8)]
+    contained = {"host": "one", "cores": cores, "processors": limits}
+    other = {"host": "one", "cores": cores, "processors": {"other": 6.0}}
+    is_limited = "-1" not in files.values()
+    assert [*limits.values()] == [1.5] * is_limited
+    for num_ranks in (1, 2):
+        found = auto.cores_of_one([contained] * num_ranks + [other])
+        assert found == (1.5 / num_ranks if is_limited else 8 / (num_ranks + 1))
 
 
 @pytest.mark.parametrize(

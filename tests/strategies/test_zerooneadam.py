@@ -295,6 +295,32 @@ def test_adam_goes_on_after_the_session_with_steps_of_the_same_size(dtype: torch
     assert sizes == pytest.approx([0.01] * len(sizes), rel=0.02 if dtype == torch.float32 else 0.2)
 
 
+@pytest.mark.parametrize("stop", [4, FREEZE, 13])
+def test_a_run_in_half_precision_resumes_to_the_bit(stop: int) -> None:
+    """Adam's moments are kept in float32, and loaded as bfloat16 by the optimizer."""
+
+    def job(driver: ThreadDriver, steps: list[range]) -> torch.Tensor:
+        saved: list[Any] = []
+        for some in steps:
+            net = Net().to(torch.bfloat16)
+            torch.nn.init.zeros_(net.weight)  # near which bfloat16 tells small steps apart
+            optimizer = optimizer_of(net, decoupled=False)
+            with session_on(driver, net, optimizer, Often(**OPTIONS)) as session:
+                parts = (net, optimizer, session)
+                for part, state in zip(parts, saved, strict=False):
+                    part.load_state_dict(state)
+                for step in some:
+                    step_of(net, optimizer, driver.rank, step)
+                saved = [copy.deepcopy(part.state_dict()) for part in parts]
+        found: torch.Tensor = saved[0]["weight"]
+        return found
+
+    whole = results_of(2, lambda driver: job(driver, [range(NUM_STEPS)]))
+    parts = [range(stop), range(stop, NUM_STEPS)]
+    for one, other in zip(whole, results_of(2, lambda driver: job(driver, parts)), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_cannot_be_is_refused() -> None:
     net = Net()
     with pytest.raises(UnsupportedError, match="ZeroOneAdam freezes"):

@@ -159,7 +159,7 @@ class EncodedChanges:
         reduce_by: Callable[[Bucket, Everyone], Reduction],
         peers: Everyone,
     ) -> None:
-        self._rank, self._world_size = peers.driver.rank, peers.driver.world_size
+        self._rank, self._driver = peers.driver.rank, peers.driver
         self._names = tuple(parameters)
         parts = {name: real(parameter) for name, parameter in parameters.items()}
         wide = {
@@ -238,7 +238,7 @@ class EncodedChanges:
 
     def state(self) -> CallbackState:
         """What is owed, and what selection remembers."""
-        local = {"world_size": self._world_size}
+        local = {"world_size": self._driver.world_size}  # among members, of the last average
         state: CallbackState = {"additive": {}, "local": local, "replicated": {}}
         for reduction in self.reductions:
             state["additive"] |= reduction.additive_state()
@@ -252,7 +252,8 @@ class EncodedChanges:
         """
         owed = {key: value.shape for key, value in self.state()["additive"].items()}
         saved, local = state["additive"], state["local"]
-        ratio = self._world_size / local.get("world_size", self._world_size)
+        world_size = self._driver.world_size
+        ratio = world_size / local.get("world_size", world_size)
         if any(key not in saved or saved[key].shape != shape for key, shape in owed.items()):
             raise _another_codec()
         for reduction in self.reductions:

@@ -197,8 +197,17 @@ def describe_options(kind: Any) -> list[OptionDescription]:
 
     Raises:
         TypeError: `kind` is no dataclass.
+        ConfigError: an annotation names what its module does not hold when it has been imported.
     """
-    hints, texts = typing.get_type_hints(kind, include_extras=True), option_texts(kind)
+    try:
+        hints = typing.get_type_hints(kind, include_extras=True)
+    except NameError as error:
+        raise ConfigError(
+            f"the annotation of an option of {kind.__name__} names {error.name!r}, which"
+            f" {kind.__module__} does not hold when it runs; import it there, and not under `if"
+            " TYPE_CHECKING:` or inside a function, since options are checked by their annotations"
+        ) from error
+    texts = option_texts(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     order = [name for name in texts if name in fields]
     order += [name for name in fields if name not in texts]

@@ -760,7 +760,7 @@ class GradientExchange(Callback):
         if not owed:
             return {}
         norms = torch.stack(
-            [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in owed]
+            [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in owed]
         )
         return {"residual_norm": float(torch.linalg.vector_norm(norms))}
 

@@ -27,6 +27,10 @@ velocity without further gradients would have added: factor + factor^2 + ... = f
 times itself. Nesterov's momentum has looked ahead along it by one term already, so factor^2 +
 factor^3 + ... is left.
 
+Difference from PyTorch: a parameter that no rank uses in a step is moved all the same by what its
+velocity still holds, and not only once it is used again: a rank does not know in time whether its
+peers use it. The sum of all moves is the same.
+
 Outside `optimizer.step()` everything reads as PyTorch would show it: `param_groups` have the values
 that the user has set, and may be changed, and `optimizer.state_dict()` has `momentum_buffer`, which
 is this rank's velocity. Where momentum is applied at once there is none, and a notice says so.

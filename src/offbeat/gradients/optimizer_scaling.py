@@ -16,7 +16,9 @@ Differences from Adam:
 - v is that of the mean over P ranks, which nobody has: of a rank's own v the noise is P times as
   large, and r is the share of noise that is left in m^2;
 - m only tells signal from noise. There is no momentum, because the residual spreads a gradient over
-  time anyway, and later momentum would overshoot.
+  time anyway, and later momentum would overshoot;
+- where only some ranks use a parameter in a step, the others' part of its weight decay, which Adam
+  and not AdamW adds to gradients, waits until they use it again.
 
 Cost per exchange: three buffers of the gradient's size (Adam has two), and as many passes as Adam.
 
@@ -76,6 +78,7 @@ class _Moments:
 
     Attributes:
         steps: how many each parameter has had a gradient in.
+        undecayed: in how many of them since this rank's last gradient only others had one.
         has_gradient: which parameters have one in the step under way.
     """
 
@@ -86,6 +89,7 @@ class _Moments:
     square: torch.Tensor
     gradient: torch.Tensor
     steps: list[float]
+    undecayed: list[float]
     has_gradient: list[bool]
 
 
@@ -122,8 +126,9 @@ class OptimizerScaling(GradientTransform):
         assert reduction.residual is not None, "Adam's scaling is for what is owed"
         mean, square, gradient = (torch.zeros_like(reduction.residual) for _ in range(3))
         groups, number = GroupRanges(bucket, self._optimizer), len(bucket.parameters)
+        steps, undecayed = [0.0] * number, [0.0] * number
         self._moments[id(bucket)] = _Moments(
-            bucket, groups, reduction, mean, square, gradient, [0.0] * number, [True] * number
+            bucket, groups, reduction, mean, square, gradient, steps, undecayed, [True] * number
         )
         self._watch.buckets.append(bucket)
 
@@ -154,8 +159,24 @@ class OptimizerScaling(GradientTransform):
         else:
             moments.gradient.copy_(bucket.flat)
         if self.is_taken:
+            self._make_up_decay(moments, given.tally.used, decays)
             bucket.flat.div_(self._denominator(moments))
         return given
+
+    def _make_up_decay(
+        self, moments: _Moments, used: NDArray[np.bool_], decays: Sequence[float]
+    ) -> None:
+        """A parameter that any rank has used has all of its weight decay. A rank adds its own of
+        the steps in which only others have used it when it does so again: squares of decay alone
+        would say nothing of gradients, so they are not remembered either.
+        """
+        for position in np.flatnonzero(used & (np.array(moments.undecayed) > 0)).tolist():
+            number = moments.groups.groups[position]
+            if number is not None:
+                decay = decays[number] * moments.undecayed[position]
+                parameter = moments.bucket.parameters[position].detach()
+                moments.bucket.views[position].add_(parameter, alpha=decay)
+            moments.undecayed[position] = 0.0
 
     @override
     def give_back(self) -> None:
@@ -170,6 +191,9 @@ class OptimizerScaling(GradientTransform):
         self._num_settled += 1
         # Of a step that is skipped, what earlier passes have exchanged is skipped, too.
         self._has_gradient = good
+        for moments in self._moments.values() if good and self.is_taken else ():
+            for position, _ in moments.groups.undecayed(moments.reduction.tally.used):
+                moments.undecayed[position] += 1
 
     @property
     def _num_steps(self) -> float:
@@ -246,7 +270,9 @@ class OptimizerScaling(GradientTransform):
     @override
     def state_dict(self) -> dict[str, Any]:
         # A rank that is new goes on with what an old one knows.
-        local = {"steps": torch.tensor(self._steps()), **self._named()}
+        steps, undecayed = self._steps("steps"), self._steps("undecayed")
+        counts = {"steps": torch.tensor(steps), "undecayed": torch.tensor(undecayed)}
+        local = {**counts, **self._named()}
         return {"local": local, **super().state_dict()}
 
     @override
@@ -262,9 +288,10 @@ class OptimizerScaling(GradientTransform):
             return
         self._state_is_loaded = True
         local = state["local"]
-        steps = local["steps"].expand(len(self._steps())).tolist()
-        for moments in self._moments.values():
-            moments.steps = [steps[index] for index in moments.bucket.indices]
+        for kind in ("steps", "undecayed"):
+            found = local.get(kind, torch.zeros(1)).expand(len(self._steps(kind))).tolist()
+            for moments in self._moments.values():
+                setattr(moments, kind, [found[index] for index in moments.bucket.indices])
         for name, view in self._named().items():
             view.copy_(local[name])
         if self.is_taken:
@@ -272,11 +299,11 @@ class OptimizerScaling(GradientTransform):
         else:  # all exchanges so far were skipped, or there were none
             self._num_settled = self.counts.exchanges
 
-    def _steps(self) -> list[float]:
+    def _steps(self, kind: str) -> list[float]:
         """Of each parameter, in the model's order; before anything is taken of none."""
         found: dict[int, float] = {}
         for moments in self._moments.values():
-            found |= dict(zip(moments.bucket.indices, moments.steps, strict=True))
+            found |= dict(zip(moments.bucket.indices, getattr(moments, kind), strict=True))
         return [found[index] for index in sorted(found)] or [0.0]
 
     def _named(self) -> dict[str, torch.Tensor]:

@@ -158,6 +158,28 @@ class _Wrapped(NamedTuple):
     trained: Sequence[torch.nn.Parameter] = ()
 
 
+class _ScalerInUse(torch.amp.GradScaler):
+    """Stands for the scaler that a script's backward pass is scaled by, whichever that is.
+
+    Args:
+        find: gives it; None: the script has let go of all of them.
+    """
+
+    _scale_of = staticmethod(torch.amp.GradScaler.get_scale)
+
+    def __init__(self, find: Callable[[], torch.amp.GradScaler | None]) -> None:
+        self._find = find
+
+    @override
+    def is_enabled(self) -> bool:
+        return True
+
+    @override
+    def get_scale(self) -> float:
+        scaler = self._find()
+        return 1.0 if scaler is None else self._scale_of(scaler)
+
+
 class ScriptSessions(ScriptListener):
     """The sessions of one script.
 
@@ -241,6 +263,13 @@ class ScriptSessions(ScriptListener):
         self._scalers.append(weakref.ref(scaler))
 
     @override
+    def scaler_used(self, scaler: torch.amp.GradScaler) -> None:
+        """Of several, as of a GAN's two models, the one that scaled last is that of the backward
+        pass which comes next.
+        """
+        self._scalers.sort(key=lambda reference: reference() is scaler)
+
+    @override
     def mode_changed(self, module: torch.nn.Module) -> None:
         if not module.training and id(module) in self._attached_models:
             self._listener.evaluates()
@@ -251,7 +280,7 @@ class ScriptSessions(ScriptListener):
     @override
     def backward_begins(self, loss: torch.Tensor) -> None:
         scale: float | torch.Tensor = 1.0
-        if (scaler := self._newest_scaler()) is not None:  # `get_scale` would wait for the device
+        if (scaler := self._scaler_in_use()) is not None:  # `get_scale` would wait for the device
             scale = scaler.scale(torch.ones((), device=loss.device))
         self._listener.loss_seen(loss, scale)
 
@@ -338,7 +367,7 @@ class ScriptSessions(ScriptListener):
             why = NOT_DISTRIBUTED if self.trains_without_session else NO_TRAINING
         return ConfigError(why.format(script=script, strategy=self._recipe.name))
 
-    def _newest_scaler(self) -> torch.amp.GradScaler | None:
+    def _scaler_in_use(self) -> torch.amp.GradScaler | None:
         living = (reference() for reference in self._scalers)
         enabled = [scaler for scaler in living if scaler is not None and scaler.is_enabled()]
         return enabled[-1] if enabled else None
@@ -418,7 +447,8 @@ class ScriptSessions(ScriptListener):
                 if other.optimizer is optimizer is not None and isinstance(other.session, Session):
                     self._carried.hand_on(optimizer, other.session)
                 self._end(other, None, averages=True)
-        session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
+        scaler = None if self._scaler_in_use() is None else _ScalerInUse(self._scaler_in_use)
+        session = self._recipe.attach(ddp, optimizer, scaler, adopted)
         if session is None:
             return None
         coupled = _Coupled(ddp, session, optimizer)

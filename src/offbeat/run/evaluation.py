@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -228,5 +229,8 @@ class EvaluationWeights(SessionObserver):
 
 
 def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """As far as both go; before the first step there is nothing to compare with."""
-    return all(map(torch.equal, one, other))
+    """As far as both go, where what is no number has stayed as it was; before the first step there
+    is nothing to compare with.
+    """
+    same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    return all(map(same, one, other))

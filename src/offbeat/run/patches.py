@@ -19,6 +19,7 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
   when it is called. Of a mesh of two dimensions (HSDP) it is given the one along which it shards:
   along the other one FSDP would exchange gradients.
 - `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
+- `GradScaler.scale`: of several scalers, the last one that has scaled is that of the backward pass.
 - `register_optimizer_step_pre_hook`, which is public: to know of each step. A session is attached
   there where a closure makes the first forward pass: its own hooks have to be on the optimizer
   before the step.
@@ -96,6 +97,9 @@ class ScriptListener:
 
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         """It has made a scaler of losses."""
+
+    def scaler_used(self, scaler: torch.amp.GradScaler) -> None:
+        """It has scaled a loss by `scaler`."""
 
     def mode_changed(self, module: torch.nn.Module) -> None:
         """`module` trains now, or is evaluated, as `module.training` says."""
@@ -180,6 +184,7 @@ def patched(
         for owner, name, tell in (
             (torch.optim.Optimizer, "__init__", listener.optimizer_made),
             (torch.amp.GradScaler, "__init__", listener.scaler_made),
+            (torch.amp.GradScaler, "scale", listener.scaler_used),
             (torch.nn.Module, "train", listener.mode_changed),
         ):
             put(owner, name, _then(getattr(owner, name), tell))

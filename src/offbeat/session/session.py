@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
@@ -30,6 +31,7 @@ from offbeat.codec.tally import all_finite
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
 from offbeat.gradients.clipping import clip_gradients_
+from offbeat.gradients.replica_check import checksum
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
@@ -224,6 +226,7 @@ class Session:
             bucket_mib=bucket_mib,
             replica_check_interval=replica_check_interval,
         )
+        self._load_watch: _LoadWatch | None = None
         self._is_last_step, self._skipped_before, self._num_entered = False, 0, count()
         self._max_norm: float | None = None
         self._counted_before: defaultdict[str, float] = defaultdict(float)
@@ -257,6 +260,10 @@ class Session:
         self._unhooks = [] if sharded is None else [sharded.hook()]
         if returns:
             self._unhooks += self._keep_from_loads()
+        if strategy.keeps_anchor:
+            self._load_watch = _LoadWatch(model, self._parameters, self._notices)
+            self._unhooks.append(self._load_watch.remove)
+            self.observers.append(self._load_watch)
         ATTACHED_MODELS.add(model)
         session_opened(self)
 
@@ -847,6 +854,8 @@ class Session:
                     self._act_by(acted, callback)
         counted = self._counted(self._callbacks)
         load_state_of(self._callbacks, by_key)
+        if self._load_watch is not None:
+            self._load_watch.has_state = True
         # What was counted before the state was saved is none of this session's.
         for name, value in self._counted(self._callbacks).items():
             self._counted_before[name] += counted[name] - value
@@ -1063,6 +1072,54 @@ class Session:
             generations.close()
             raise
         return generations
+
+
+class _LoadWatch(SessionObserver):
+    """Warns of another model that a loop has loaded between two steps without the session's state.
+    One that is put back after an evaluation is none.
+
+    Args:
+        model: attached.
+        parameters: its own, by name.
+        notices: of the session.
+
+    Attributes:
+        has_state: whether the session's state was loaded since the last step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        notices: Notices,
+    ) -> None:
+        self._parameters, self._warn = parameters, notices.warn
+        self._num_steps, self.has_state = 0, False
+        self._seen = list[int]()  # checksums before and after each load since the last step
+        look = ModuleHook(model, self._look)
+        self._handles = [
+            model.register_load_state_dict_pre_hook(look),
+            model.register_load_state_dict_post_hook(look),
+        ]
+
+    def _look(self, *_: Any) -> None:
+        if self._num_steps:
+            self._seen.append(checksum([*self._parameters.values()]))
+
+    @override
+    def step_ended(self, num_steps: int) -> None:
+        if self._seen and self._seen[0] != self._seen[-1] and not self.has_state:
+            self._warn(
+                "a model was loaded between two steps, and the strategy goes on from where the last"
+                " average has left the model; load the session's state of then, too, or close the"
+                " session, load the model and attach it anew"
+            )
+        self._num_steps, self.has_state = num_steps, False
+        self._seen.clear()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -556,6 +556,7 @@ def _place(device: torch.device) -> dict[str, Any]:
         "free_bytes": free_bytes(device),
         "host": host,
         "cores": [*cores],
+        "processors": {f"{host} {name}": each for name, each in processor_limits().items()},
     }
 
 
@@ -577,32 +578,59 @@ def _left_in_cgroups() -> Iterator[float]:
     """What containers and batch systems leave to this process: the limit, less what is in use and
     caches no files, of each of its cgroups and of those around it.
     """
-    lines = CGROUPS_OF_PROCESS.read_text().splitlines() if CGROUPS_OF_PROCESS.exists() else []
-    for _, controller, path in (line.split(":", 2) for line in lines):
+    for folder, is_first_version in _cgroups("memory"):
         names = "memory.max", "memory.current", "inactive_file"
-        if controller == "memory":  # of version 1; version 2 names none
+        if is_first_version:
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        elif controller:
-            continue
-        inside = Path(path.lstrip("/"))  # which a container may not see, but the root is its own
-        for folder in (CGROUPS / controller / each for each in (inside, *inside.parents)):
-            with suppress(OSError, ValueError):  # there is none, or it says "max"
-                limit, used = (int((folder / name).read_text()) for name in names[:2])
-                stat = (folder / "memory.stat").read_text().splitlines()
-                cached = int(dict(line.split() for line in stat).get(names[2], 0))
-                yield float(max(0, limit - used + cached))
+        with suppress(OSError, ValueError):  # there is none, or it says "max"
+            limit, used = (int((folder / name).read_text()) for name in names[:2])
+            stat = (folder / "memory.stat").read_text().splitlines()
+            cached = int(dict(line.split() for line in stat).get(names[2], 0))
+            yield float(max(0, limit - used + cached))
+
+
+def processor_limits() -> dict[str, float]:
+    """Of how many processors this process and the others of a cgroup together may take the time,
+    by the cgroup: of each of its own, and of those around them, that has a limit.
+    """
+    found = {}
+    for folder, is_first_version in _cgroups("cpu"):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first_version else ("cpu.max",)
+        with suppress(OSError, ValueError):  # there is none, or it says "max"
+            said = " ".join((folder / name).read_text() for name in names)
+            quota_us, period_us = map(int, said.split())
+            if quota_us > 0:
+                # Containers of a host call different folders by the same path.
+                found[f"{names[0]} {folder.stat().st_ino}"] = quota_us / period_us
+    return found
+
+
+def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's cgroups that may limit what `controller` does, and of those
+    around them; and whether they are of version 1, which has a hierarchy for each controller.
+    """
+    lines = CGROUPS_OF_PROCESS.read_text().splitlines() if CGROUPS_OF_PROCESS.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers or controller in controllers.split(","):  # version 2 names none
+            inside = Path(path.lstrip("/"))  # a container may not see it, but the root is its own
+            for each in (inside, *inside.parents):
+                yield CGROUPS / controllers / each, bool(controllers)
 
 
 def cores_of_one(places: Sequence[Mapping[str, Any]]) -> float:
     """How many the rank has that has the fewest to itself. SLURM gives each rank cores of its own,
-    and torchrun gives all of a host the same ones.
+    and torchrun gives all of a host the same ones; a container has the time of so many.
     """
     ranks_on, cores_on = Counter[str](), defaultdict[str, set[int]](set)
     for place in places:
-        ranks_on[place["host"]] += 1
+        ranks_on.update([place["host"], *place["processors"]])
         cores_on[place["host"]] |= {*place["cores"]}
-    shared = {host: len(cores) / ranks_on[host] for host, cores in cores_on.items()}
-    return min(min(len(place["cores"]), shared[place["host"]]) for place in places)
+    found = list[float]()
+    for place in places:
+        shared = {place["host"]: len(cores_on[place["host"]]), **place["processors"]}
+        found.append(len(place["cores"]))
+        found += [number / ranks_on[name] for name, number in shared.items()]
+    return min(found)
 
 
 def _device_costs(sample: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:

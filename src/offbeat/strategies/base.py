@@ -75,6 +75,13 @@ class Strategy(ABC):
         """
         return False
 
+    @property
+    def keeps_anchor(self) -> bool:
+        """Whether an average starts from where the last one has left the model, so that a loop that
+        goes back to an earlier model has to load the session's state of then, too.
+        """
+        return False
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if name := NAMES.get((cls.__module__, cls.__name__)):

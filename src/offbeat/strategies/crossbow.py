@@ -62,6 +62,11 @@ class Crossbow(AveragingStrategy):
     alpha: UpToOne | None = None
     codec: ChangesCodec = None
 
+    @property
+    @override
+    def keeps_anchor(self) -> bool:
+        return True
+
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha

@@ -62,6 +62,11 @@ class DEFSGD(AveragingStrategy):
     ratio: OneOrMore = 64
     ahead: ZeroToOne = 0.3
 
+    @property
+    @override
+    def keeps_anchor(self) -> bool:
+        return True
+
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_real(model)

@@ -238,6 +238,11 @@ class LocalSGD(AveragingStrategy):
         return not unconnected and (not self.start_step or self.first_steps.trains_islands)
 
     @property
+    @override
+    def keeps_anchor(self) -> bool:
+        return self.outer is not None
+
+    @property
     def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | Quorum | None:
         """What `exchange` is or describes. Raises `ConfigError`."""
         if self.exchange is None or isinstance(self.exchange, Pairs | ObjectStore | Quorum):

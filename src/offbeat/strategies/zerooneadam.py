@@ -166,6 +166,7 @@ class LocalAdam(Callback, TakeMean):
         self._last_rates = dict.fromkeys(self.anchor, 0.0)  # 0 before the first step
         self._before = dict.fromkeys(self.anchor, 0.0)  # steps that Adam has gathered moments in
         self._is_own = True  # whether what is summed up is what this rank has
+        self._exact: dict[str, torch.Tensor] = {}  # moments of a loaded state, until they are used
         self._hidden = HiddenGradients()
 
     def _groups(self) -> Mapping[str, dict[str, Any]]:
@@ -178,7 +179,10 @@ class LocalAdam(Callback, TakeMean):
         if "step" not in state:
             state |= {"step": torch.zeros(()), **{key: torch.zeros_like(summed) for key in MOMENTS}}
         for key in MOMENTS:  # a loaded state has the parameter's type
-            state[key] = state[key].to(summed.dtype)
+            held, exact = state[key], self._exact.pop(f"{key}/{name}", None)
+            state[key] = held.to(summed.dtype)
+            if exact is not None:
+                state[key] = torch.where(exact.to(held.dtype) == held, exact, state[key])
         return state
 
     def _begin(self) -> None:
@@ -319,10 +323,18 @@ class LocalAdam(Callback, TakeMean):
         }
         anchors = {f"anchor/{name}": each for name, each in self.anchor.items()}
         sums = {f"sum/{name}": each for name, each in self.sums.items()}
+        # To half precision an optimizer's state is rounded when it is loaded.
+        exact = {
+            f"{key}/{name}": state[key]
+            for name, parameter in self._parameters.items()
+            if (state := self._optimizer.state.get(parameter))
+            for key in MOMENTS
+            if key in state and state[key].dtype != parameter.dtype
+        }
         driver = self._peers.driver
         counts = {"num_steps": self._num_steps, "world_size": driver.world_size}
         replicated = {**anchors, **numbers, **counts}
-        return {"replicated": replicated, "local": {**sums, "rank": driver.rank}}
+        return {"replicated": replicated, "local": {**sums, **exact, "rank": driver.rank}}
 
     @property
     def _numbers(self) -> dict[str, dict[str, float]]:
@@ -337,6 +349,11 @@ class LocalAdam(Callback, TakeMean):
         saved_by = state["local"]["rank"], saved["world_size"]
         self._is_own = saved_by == (driver.rank, driver.world_size)
         self._num_steps, self._is_loaded = int(saved["num_steps"]), True
+        self._exact = {
+            key: value.clone()
+            for key, value in state["local"].items()
+            if key.startswith(tuple(f"{each}/" for each in MOMENTS))
+        }
         for name, anchor in self.anchor.items():
             anchor.copy_(saved[f"anchor/{name}"])
             self.sums[name].copy_(state["local"][f"sum/{name}"])
