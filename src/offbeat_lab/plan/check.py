@@ -140,9 +140,15 @@ def check_comparison(directory: Path, profile: ModelProfile | None = None) -> Ch
 
     Raises:
         RecordError: there is no comparison, or it is damaged.
-        ConfigError: the profile is of another model, or nothing can be predicted.
+        ConfigError: it has not finished, the profile is of another model, or nothing can be
+            predicted.
     """
     comparison = read_comparison(directory)
+    if comparison.status != "finished":
+        raise ConfigError(
+            f"the comparison in {directory} has not finished (its status is {comparison.status!r}),"
+            " so runs are missing or cut short; check one that has"
+        )
     runs = {
         contestant.label: [Record(directory / run) for run in contestant.runs]
         for contestant in comparison.contestants
