@@ -38,6 +38,7 @@ from offbeat.simulation.virtual import DenseLinks, Tree, VirtualCluster, Virtual
 from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat_lab.cluster import Cluster
+from offbeat_lab.cluster.parts import PAYLOAD_SHARE
 from offbeat_lab.plan.methods.planned_rank import Common
 from offbeat_lab.plan.profile import ModelProfile
 
@@ -52,11 +53,6 @@ equal and many steps are needed.
 """
 
 FEW_WORKERS: Final = 16
-
-PAYLOAD_SHARE: Final = 0.95
-"""What headers of TCP, IP and Ethernet leave of a link's rate: 1,448 of 1,514 to 1,538 bytes of a
-frame. gloo's all-reduce was measured to fill 0.92 to 0.955 of emulated links.
-"""
 
 GLOO_S_PER_BYTE: Final = 0.6e-9
 """What copying and adding takes of a processor for each byte that gloo sends, while nothing is on
