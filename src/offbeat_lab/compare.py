@@ -233,6 +233,10 @@ def _labels(specs: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
 
 _POLL_S = 0.1
 _FIRST_TURN_STEPS = 3
+_LEAST_TURN_STEPS = 8
+"""What a strategy sends beside its next step is over by the beginning of its next turn, so in each
+turn one step seems to be shorter.
+"""
 _MOST_MET = 0.05
 """The part of a turn that its end may take, from the first rank's last step to the last one's."""
 
@@ -291,7 +295,7 @@ def turn_steps(turn_s: float, step_s: float, met_s: float) -> int:
     """
     if not step_s:
         return _FIRST_TURN_STEPS
-    return max(1, round(max(turn_s, met_s / _MOST_MET) / step_s))
+    return max(_LEAST_TURN_STEPS, round(max(turn_s, met_s / _MOST_MET) / step_s))
 
 
 @dataclass

@@ -243,7 +243,7 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
             "none.npz; give the path",
         ),
         (("train", "--resume", "nowhere"), 1, "nowhere holds no run record"),
-        ((*TRAIN, "--out", "taken"), 1, "taken is not empty and holds no run"),
+        ((*TRAIN, "--out", "taken"), 1, "taken is not empty; choose another --out"),
         (("demo", "--out", "taken"), 1, "taken is not empty"),
         (("run", "--strategy", "ddp,wagma", "-m", "json"), 2, "offbeat compare --strategies ddp,w"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lab_support.made import comparison, contestant
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.config import EmulationMode
 from offbeat.run.interrupts import Interrupts
@@ -19,7 +20,7 @@ from offbeat.run.progress import WorkerProgress
 from offbeat_lab import compare, memory
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import ComparePlan, CompareRequest, plan_comparison, run_comparison
-from offbeat_lab.comparison import read_comparison
+from offbeat_lab.comparison import read_comparison, write_comparison
 from offbeat_lab.config import cluster_of, task_of
 from offbeat_lab.emulation import Emulation, emulate
 
@@ -195,6 +196,14 @@ def test_a_directory_in_use_is_refused_untouched(tmp_path: Path) -> None:
         run_comparison(late, Deaf(), command="")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.txt"]
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+
+
+def test_a_directory_with_a_comparison_is_refused_without_saying_that_it_holds_nothing(
+    tmp_path: Path,
+) -> None:
+    write_comparison(tmp_path, comparison([contestant("ddp")]))
+    with pytest.raises(RecordError, match="is not empty; choose another --out"):
+        plan_comparison(REQUEST, out=tmp_path)
 
 
 def test_a_directory_that_cannot_be_made_is_refused(

@@ -219,7 +219,7 @@ def test_going_on_is_offered_where_there_is_something_to_go_on_from(tmp_path: Pa
     ("content", "message"),
     [
         ({}, "holds the record of an earlier run; choose another --out$"),
-        (None, "is not empty and holds no run"),
+        (None, "is not empty; choose another --out"),
     ],
 )
 def test_nothing_is_overwritten(

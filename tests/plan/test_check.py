@@ -62,7 +62,8 @@ def recorded(
         write_run(path, step_s=durations_s, strategy=label.split()[0])
     entries = [contestant(label, num_seeds=1) for label in step_s if label != "alone"]
     made = comparison(entries, num_seeds=1)
-    made = made.model_copy(update={"cluster": cluster, "num_parameters": num_parameters})
+    known = {"status": "finished", "cluster": cluster, "num_parameters": num_parameters}
+    made = made.model_copy(update=known)
     write_comparison(directory, made)
     return directory
 
@@ -192,6 +193,33 @@ def test_what_was_checked_is_kept_in_the_profile_and_limits_what_is_said(tmp_pat
     unseen = PlanRequest(profile=model, clusters=clusters, strategies=("crossbow",))
     assert make_plan(unseen).predictions[0].how_sure == "nothing like this was ever measured"
     assert make_plan(unseen).predictions[0].checked_within is None
+
+
+def test_of_a_strategy_that_was_checked_on_some_clusters_it_is_said_on_how_many() -> None:
+    """Else one line says that it was checked, and the next that nothing like it was measured."""
+    clusters = [from_flags(workers=8, link=rate) for rate in ("1gbit", "10gbit", "1tbit")]
+    request = PlanRequest(
+        profile=shipped_profile("resnet50"), clusters=clusters, strategies=("ddp", "localsgd")
+    )
+    made = make_plan(request)
+    of_ddp = [one.how_sure for one in made.predictions if one.strategy == "ddp"]
+    assert len(set(of_ddp)) > 1
+    said = [line for line in made.remarks if line.startswith("How sure: ")]
+    for words in set(of_ddp):
+        (line,) = [line for line in said if line.endswith(f": {words}.")]
+        assert f"ddp on {of_ddp.count(words)} of 3 clusters" in line
+    assert not any("localsgd on" in line for line in said)
+
+
+def test_a_comparison_that_was_stopped_is_refused(tmp_path: Path) -> None:
+    """Of its later seeds there are no runs."""
+    directory = recorded(tmp_path, {"ddp": [predicted_s("ddp")] * STEPS})
+    stopped = read_comparison(directory).model_copy(update={"status": "stopped", "seeds": [0, 1]})
+    ddp = stopped.contestants[0]
+    ddp = ddp.model_copy(update={"runs": [*ddp.runs, "runs/ddp-seed-1"]})
+    write_comparison(directory, stopped.model_copy(update={"contestants": [ddp]}))
+    with pytest.raises(ConfigError, match="has not finished .*'stopped'"):
+        check_comparison(directory, MODEL)
 
 
 def test_a_strategy_that_was_compared_with_other_options_too_counts_as_checked(

@@ -144,6 +144,22 @@ def test_a_closed_form_takes_as_long_as_it_says(more: dict[str, object]) -> None
     assert run.cluster.now_s == pytest.approx(0.5, abs=1e-4)
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "gtopk:density=0.5:collective=all_gather"])
+def test_the_connection_of_a_rack_of_one_worker_carries_as_much_as_a_link(strategy: str) -> None:
+    large = replace(MODEL, tensors=(TensorProfile(num_elements=25_000_000, ready=1.0),))
+    on_links = from_flags(workers=2, link="1gbit").changed(gloo_ns_per_byte=0.0)
+    fast = on_links.link.model_copy(update={"rate_bit_per_s": 1e10})
+    on_racks = on_links.changed(link=fast, racks=RackSpec(size=1, rate_bit_per_s=1e9))
+    steps_s = [
+        predict_step(strategy, setting_of(large, cluster)).step_s
+        for cluster in (on_links, on_racks)
+    ]
+    assert steps_s[1] == pytest.approx(steps_s[0], rel=0.01)
+    costs = [setting_of(large, cluster).network for cluster in (on_links, on_racks)]
+    assert costs[0].messages.beta_s_per_byte == pytest.approx(costs[1].messages.beta_s_per_byte)
+    assert costs[0].dense.beta_s_per_byte == pytest.approx(costs[1].dense.beta_s_per_byte)
+
+
 @pytest.mark.parametrize(
     ("speeds", "cores"), [((1.0, 0.5), 1), ((1.0, 0.5), 2), ((0.25,), 1), ((1.0, 0.1), 1)]
 )

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -25,7 +26,7 @@ from offbeat.run.records import (
     create,
     write_summary,
 )
-from offbeat_lab.comparison import ComparedStrategy, write_comparison
+from offbeat_lab.comparison import ComparedStrategy, read_comparison, write_comparison
 from offbeat_lab.config import Request, resolve
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import report_of_comparison, report_of_run, write_report
@@ -277,6 +278,22 @@ def test_a_comparison_that_goes_on_says_so(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     assert "This comparison is running" in page.text
     assert "the charts leave out runs/gtopk-seed-1" in page.text
+
+
+def test_a_comparison_that_was_stopped_says_how_long_the_step_is_that_a_slow_worker_delays(
+    comparison: Path, tmp_path: Path
+) -> None:
+    """Its figures were never computed, and its events are there."""
+    shutil.copytree(comparison, tmp_path, dirs_exist_ok=True)
+    found = read_comparison(tmp_path)
+    without = [one.model_copy(update={"measures": {}}) for one in found.contestants]
+    write_comparison(
+        tmp_path, found.model_copy(update={"status": "stopped", "contestants": without})
+    )
+    text = words(Page(write_report(tmp_path)).text)
+    assert re.search(
+        r"Worker 3 is slow: its peers wait for it under ddp, \S+ m?s in a step of \d", text
+    )
 
 
 def test_a_run_without_a_summary_says_so(tmp_path: Path) -> None:

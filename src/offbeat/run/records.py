@@ -549,11 +549,7 @@ def first_free(name: str) -> Path:
 def _describe(path: Path) -> str:
     if not path.is_dir():
         return "is a file"
-    return (
-        "holds the record of an earlier run"
-        if (path / CONFIG).exists()
-        else "is not empty and holds no run of offbeat"
-    )
+    return "holds the record of an earlier run" if (path / CONFIG).exists() else "is not empty"
 
 
 def _resume_hint(path: Path) -> str:

@@ -187,8 +187,9 @@ def _samples(
     """How many are asked for; a round number where there is only a price."""
     if sum(one is not None for one in (tokens, samples, steps_from)) > 1:
         raise ConfigError("got two of --tokens, --samples and --steps-from; give one of them")
-    if not all(0 < amount < math.inf for amount in (tokens, samples) if amount is not None):
-        raise ConfigError("--tokens and --samples are finite numbers above 0")
+    for flag_name, amount in (("--tokens", tokens), ("--samples", samples)):
+        if amount is not None and not 0 < amount < math.inf:
+            raise ConfigError(f"{flag_name} is {amount:g}; allowed are finite numbers above 0")
     if tokens is not None and not model.tokens_per_sample:
         raise ConfigError(
             f"--tokens is of text, and profile {model.name!r} does not say how many a sample has;"

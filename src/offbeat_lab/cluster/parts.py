@@ -7,7 +7,7 @@ Python names carry their units; in TOML the same keys go without (`rate_bit_per_
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -50,6 +50,12 @@ def path_text(path: tuple[str | int, ...]) -> str:
     return "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
     ).removeprefix(".")
+
+
+PAYLOAD_SHARE: Final = 0.95
+"""What headers of TCP, IP and Ethernet leave of a link's rate: 1,448 of 1,514 to 1,538 bytes of a
+frame. gloo's all-reduce was measured to fill 0.92 to 0.955 of emulated links.
+"""
 
 
 class DescribedModel(BaseModel):

@@ -23,6 +23,7 @@ from offbeat.errors import ConfigError, OffbeatError
 from offbeat.run.coordination import ON_LOOPBACK, serve_store
 from offbeat.transport.connect import launched
 from offbeat_lab.cluster import Cluster, LinkSpec
+from offbeat_lab.cluster.parts import PAYLOAD_SHARE
 from offbeat_lab.cluster.quantities import display_duration, display_rate, rounded
 from offbeat_lab.doctor.facts import Finding, find_all
 from offbeat_lab.doctor.measure import Measurement, measure
@@ -243,7 +244,8 @@ def cluster_of(measurement: Measurement) -> Cluster:
     busy worker cannot use is none. Where an all-reduce is faster than messages, links carry as much
     more. What gloo's takes longer is what its processors add; with NCCL, and among workers that
     share cores, the rate is no more than the all-reduce reached. Latencies are those of workers
-    that compute nothing, since else they say how busy a processor is.
+    that compute nothing, since else they say how busy a processor is. Messages were timed by what
+    they carry, and a link's rate includes their headers.
 
     Raises:
         ConfigError: nothing was measured between workers.
@@ -266,7 +268,7 @@ def cluster_of(measurement: Measurement) -> Cluster:
     # One processor encrypts messages, and NCCL may go another way, where none has to be idle.
     as_fast = min(rates if measurement.device == "cuda" else idle_rates)
     faster = max(1.0, dense_rate / as_fast)
-    rates = [min(rate * faster, 1 / _LEAST_S_PER_BYTE) for rate in rates]
+    rates = [min(rate * faster, PAYLOAD_SHARE / _LEAST_S_PER_BYTE) for rate in rates]
     # The all-reduce waits for the slowest worker, so it says something of that one alone.
     slowest = min(range(len(rates)), key=lambda rank: rates[rank])
     gloo_s_per_byte = max(0.0, dense_s_per_byte - 1 / rates[slowest])
@@ -283,7 +285,9 @@ def cluster_of(measurement: Measurement) -> Cluster:
     usual_s = median_low(latencies_s)
     common, *links = (
         LinkSpec(
-            rate_bit_per_s=rounded(8 * (usual if usual / _APART < rate < usual * _APART else rate)),
+            rate_bit_per_s=rounded(
+                8 * (usual if usual / _APART < rate < usual * _APART else rate) / PAYLOAD_SHARE
+            ),
             latency_s=rounded(usual_s if latency_s < usual_s + _LATE_S else latency_s, digits=2),
             window_bytes=measurement.window_bytes,
         )

@@ -22,6 +22,7 @@ from offbeat.errors import ConfigError, RecordError
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster
+from offbeat_lab.cluster.parts import PAYLOAD_SHARE
 from offbeat_lab.comparison import Comparison, read_comparison
 from offbeat_lab.config import recipe_of
 from offbeat_lab.emulation.plan import WINDOW_BYTES
@@ -30,7 +31,7 @@ from offbeat_lab.plan.methods.of_strategies import method_of
 from offbeat_lab.plan.predictions import predict_recipe, setting_of, with_windows
 from offbeat_lab.plan.profile import Checked, ModelProfile
 from offbeat_lab.plan.script_timing import measure_script
-from offbeat_lab.plan.simulation import PAYLOAD_SHARE, Setting
+from offbeat_lab.plan.simulation import Setting
 from offbeat_lab.plan.steps_to_target import require_model
 from offbeat_lab.records import Record
 
@@ -140,9 +141,15 @@ def check_comparison(directory: Path, profile: ModelProfile | None = None) -> Ch
 
     Raises:
         RecordError: there is no comparison, or it is damaged.
-        ConfigError: the profile is of another model, or nothing can be predicted.
+        ConfigError: it has not finished, the profile is of another model, or nothing can be
+            predicted.
     """
     comparison = read_comparison(directory)
+    if comparison.status != "finished":
+        raise ConfigError(
+            f"the comparison in {directory} has not finished (its status is {comparison.status!r}),"
+            " so runs are missing or cut short; check one that has"
+        )
     runs = {
         contestant.label: [Record(directory / run) for run in contestant.runs]
         for contestant in comparison.contestants

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -332,12 +333,17 @@ def _is_special(cluster: Cluster) -> bool:
 
 
 def _how_sure(predictions: Sequence[StepPrediction]) -> Iterator[str]:
-    """For each sentence, of which strategies it is true."""
-    found: dict[str, dict[str, None]] = {}
+    """For each sentence, of which strategies it is true, and on how many clusters if not on all."""
+    found: dict[str, Counter[str]] = {}
+    clusters = Counter(one.strategy for one in predictions)
     for one in predictions:
         if one.strategy != ALONE:
-            found.setdefault(one.how_sure, {})[one.strategy] = None
-    for words, names in found.items():
+            found.setdefault(one.how_sure, Counter())[one.strategy] += 1
+    for words, times in found.items():
+        names = [
+            name if number == clusters[name] else f"{name} on {number} of {clusters[name]} clusters"
+            for name, number in times.items()
+        ]
         yield f"How sure: {', '.join(names)}: {words}."
 
 

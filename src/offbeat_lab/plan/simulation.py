@@ -34,10 +34,11 @@ from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
 from offbeat.simulation.measured import LATER
 from offbeat.simulation.training import LEAD_IN, with_lead_in
-from offbeat.simulation.virtual import DenseLinks, Tree, VirtualCluster, VirtualLink
+from offbeat.simulation.virtual import DenseLinks, Tree, VirtualCluster, VirtualLink, VirtualRacks
 from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat_lab.cluster import Cluster
+from offbeat_lab.cluster.parts import PAYLOAD_SHARE
 from offbeat_lab.plan.methods.planned_rank import Common
 from offbeat_lab.plan.profile import ModelProfile
 
@@ -52,11 +53,6 @@ equal and many steps are needed.
 """
 
 FEW_WORKERS: Final = 16
-
-PAYLOAD_SHARE: Final = 0.95
-"""What headers of TCP, IP and Ethernet leave of a link's rate: 1,448 of 1,514 to 1,538 bytes of a
-frame. gloo's all-reduce was measured to fill 0.92 to 0.955 of emulated links.
-"""
 
 GLOO_S_PER_BYTE: Final = 0.6e-9
 """What copying and adding takes of a processor for each byte that gloo sends, while nothing is on
@@ -133,6 +129,12 @@ class Setting:
             for link in self.cluster.virtual_links()
         ]
 
+    @cached_property
+    def racks(self) -> VirtualRacks | None:
+        """Whose connections carry headers as links do."""
+        racks = self.cluster.virtual_racks()
+        return racks and replace(racks, bytes_per_s=self.payload_share * racks.bytes_per_s)
+
     @property
     def shares_cores(self) -> bool:
         """Whether workers are processes of one machine."""
@@ -195,11 +197,11 @@ class Setting:
         """The slowest worker's costs, as `GTopK(collective="auto")` measures them."""
         alpha_s = self.latency_s + self.message_s
         rate = ring_rate = min(link.bytes_per_s for link in self.links)
-        racks = self.cluster.racks
-        if racks is not None and self.world_size > racks.size:
+        racks = self.racks
+        if racks is not None and len(set(racks.rack_of)) > 1:
             # All of a rack's workers may send out of it at once.
-            rate = min(rate, racks.rate_bit_per_s / 8 / racks.size)
-            ring_rate = min(ring_rate, racks.rate_bit_per_s / 8)
+            rate = min(rate, racks.bytes_per_s / racks.rack_of.count(0))
+            ring_rate = min(ring_rate, racks.bytes_per_s)
         return NetworkCosts(
             messages=LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate),
             dense=LinkCost(
@@ -403,7 +405,7 @@ class Run:
             num_workers,
             seed=setting.cluster.seed,
             link=setting.links[:num_workers],
-            racks=setting.cluster.virtual_racks(),
+            racks=setting.racks,
             weightless=True,
             num_bytes=self._carry,
             dense=setting.dense_links,
@@ -512,9 +514,9 @@ class ClosedForm(DenseOperation):
         slowest = min(setting.links, key=lambda link: link.bytes_per_s)
         fixed_s = slowest.latency_s + setting.dense_hop_s + setting.dense_round_s
         rate = 1 / (1 / slowest.bytes_per_s + setting.gloo_s_per_byte)
-        racks = setting.cluster.racks
-        if racks is not None and setting.world_size > racks.size:
-            rate = min(rate, racks.rate_bit_per_s / 8)
+        racks = setting.racks
+        if racks is not None and len(set(racks.rack_of)) > 1:
+            rate = min(rate, racks.bytes_per_s)
             fixed_s += racks.latency_s
         self._num_bytes = round(max(0.0, seconds - fixed_s) * rate)
 

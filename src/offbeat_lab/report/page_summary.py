@@ -96,9 +96,9 @@ def _advised(
         return one, (
             f"Worker {slow} is slow: its peers wait for it{_under(report, one)},"
             f" {write(float(late.mean_s[slow]), SECONDS)} in a step of"
-            f" {write(median(one, 'step_s'), SECONDS)}. Find out what holds it up, or take a"
-            " strategy that does not wait for it: adaptive gives it fewer samples, wagma averages"
-            " without it."
+            f" {write(median(one, 'step_s') or late.step_s, SECONDS)}. Find out what holds it up,"
+            " or take a strategy that does not wait for it: adaptive gives it fewer samples, wagma"
+            " averages without it."
         )
     one, late = max(known, key=lambda pair: median(pair[0], "share_wait") or 0.0)
     wait = median(one, "share_wait") or 0.0
