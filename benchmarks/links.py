@@ -161,7 +161,6 @@ def exchange_s(
     """
     store = emulation.call_inside(lambda: serve_store(emulation.store_address))
     with ExitStack() as stack:
-        stack.callback(store.close)
         workers = []
         for rank in range(num_workers):
             placement = emulation.placement(rank)
