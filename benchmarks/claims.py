@@ -71,9 +71,12 @@ def figure(name: str, table: str, case: str, column: str = "") -> Figure:
 
 
 def number(name: str, table: str, case: str, column: str = "") -> float:
-    value = figure(name, table, case, column).value
-    assert isinstance(value, float | int), f"{case} is {value!r}"
-    return float(value)
+    return number_of(figure(name, table, case, column))
+
+
+def number_of(found: Figure) -> float:
+    assert isinstance(found.value, float | int), f"{found.case} is {found.value!r}"
+    return float(found.value)
 
 
 def middle(name: str, table: str, case: str, column: str) -> float | None:
@@ -336,9 +339,7 @@ def kfac_behind_links(case: str, limit: float, why: str) -> Finding:
     every = [each for some in found.values() for each in some]
     return Finding(
         ours="measured "
-        + "; ".join(
-            f"{task} {listed(float(each.value) for each in some)}" for task, some in found.items()
-        ),
+        + "; ".join(f"{task} {listed(map(number_of, some))}" for task, some in found.items()),
         holds=all_above(limit, every),
         why=why,
     )
@@ -617,4 +618,4 @@ def rows(paper: str) -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    main({paper: lambda paper=paper: rows(paper) for paper in CLAIMS})
+    main({paper: partial(rows, paper) for paper in CLAIMS})

@@ -11,7 +11,7 @@ communication free: the ratio that would be left then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from _ranks import run_ranks
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.tally import Tally
 from offbeat.gradients.exchange import GradientTransform
-from offbeat.gradients.reductions import WeightedGradient
+from offbeat.gradients.reductions import WeightedGradient, wait_for
 from offbeat.transport.connect import connect
 from offbeat.transport.operations import AllReduceTensor
 
@@ -30,7 +30,11 @@ NUM_ELEMENTS = 25_000_000
 WORLD_SIZE = 4
 NUM_ROUNDS = 15
 GOAL = 3.0
-COLLECTIVES = ("reduce_scatter", "tree", "all_gather")
+STRATEGIES = (
+    offbeat.GTopK(density=0.001, collective="reduce_scatter"),
+    offbeat.GTopK(density=0.001, collective="tree"),
+    offbeat.GTopK(density=0.001, collective="all_gather"),
+)
 
 
 def measure(rank: int, world_size: int) -> dict[str, list[float]]:
@@ -46,8 +50,7 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
     noise = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(rank))
     control = streams()
 
-    def sparse(collective: str):  # type: ignore[no-untyped-def]
-        strategy = offbeat.GTopK(density=0.001, collective=collective)
+    def sparse(strategy: offbeat.GTopK) -> Callable[[], float]:
         ((bucket, reduction),) = strategy.reductions(context, GradientTransform(None)).pairs
         tally = Tally(
             weight=1.0, num_nonfinite=0, num_failed=0, used=torch.ones(1, dtype=torch.bool).numpy()
@@ -55,10 +58,15 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
 
         def exchange() -> None:
             reduction.launch(WeightedGradient(bucket.flat, tally, 1.0, grad_scale=1.0))
-            assert reduction.wait().good
+            (of_all,) = wait_for([reduction])
+            assert of_all.good
             bucket.flat = reduction.commit()
 
-        return bucket, exchange
+        def once() -> float:
+            bucket.flat.copy_(noise)
+            return run(exchange)
+
+        return once
 
     dense = noise.clone()
 
@@ -72,22 +80,14 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
         dense.copy_(noise)
         return run(dense_exchange)
 
-    measured = {"dense": dense_once, "memory": lambda: run(stream)}
-
-    def run(work) -> float:  # type: ignore[no-untyped-def]
+    def run(work: Callable[[], None]) -> float:
         dist.barrier()
         seconds = torch.tensor(timed(work))
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return float(seconds)
 
-    for name in COLLECTIVES:
-        bucket, exchange = sparse(name)
-
-        def once(bucket=bucket, exchange=exchange) -> float:  # type: ignore[no-untyped-def]
-            bucket.flat.copy_(noise)
-            return run(exchange)
-
-        measured[name] = once
+    measured = {"dense": dense_once, "memory": lambda: run(stream)}
+    measured |= {strategy.collective: sparse(strategy) for strategy in STRATEGIES}
     try:
         return interleave(measured, num_rounds=NUM_ROUNDS)
     finally:
@@ -98,7 +98,8 @@ def cases() -> Iterator[Ratio]:
     seconds = run_ranks(measure, WORLD_SIZE)
     dense, memory = seconds["dense"], seconds["memory"]
     bound = sorted(dense)[len(dense) // 2] / (sorted(memory)[len(memory) // 2] * 16 / 12)
-    for name in COLLECTIVES:
+    for strategy in STRATEGIES:
+        name = strategy.collective
         yield ratio(
             f"dense all-reduce / gTop-k by {name}, 25 M elements, {WORLD_SIZE} workers",
             list(zip(dense, seconds[name], strict=True)),

@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ class Block(torch.nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.join(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norms[1](x))))
+        more: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norms[1](x))))
+        return x + more
 
 
 class Transformer(torch.nn.Module):
@@ -224,9 +226,9 @@ def _steps(num_tokens: int, quick: bool) -> dict[str, dict[str, list[float]]]:
                 step(), wrapped(), alone()
             times[name] = interleave(
                 {
-                    "plain": lambda: timed(alone, PERIOD),
-                    "DDP": lambda: timed(wrapped, PERIOD),
-                    name: lambda step=step: timed(step, PERIOD),
+                    "plain": partial(timed, alone, PERIOD),
+                    "DDP": partial(timed, wrapped, PERIOD),
+                    name: partial(timed, step, PERIOD),
                 },
                 num_rounds=3 if quick else 7,
             )
@@ -366,8 +368,8 @@ def outer(quick: bool) -> Iterator[Row]:
             ("step with an average, ms", [period[-1] for period in seconds]),
             ("other steps, ms", [period[1] for period in seconds]),
         ):
-            value = 1e3 * sorted(each)[len(each) // 2]
-            yield Figure(case=name, table="outer", column=column, value=value)
+            median_ms = 1e3 * sorted(each)[len(each) // 2]
+            yield Figure(case=name, table="outer", column=column, value=median_ms)
         gc.collect()  # callbacks refer to each other
 
 

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 import offbeat
-from _measure import Ratio, Row, add_output_options, interleave, present, ratio, timed
+from _measure import Cells, Ratio, Row, add_output_options, interleave, present, ratio, timed
 from _ranks import run_ranks
 from _results import Figure
 from offbeat.kfac.callback import KFACCallback
@@ -155,14 +155,11 @@ def measure(
 
             trainers[label] = step, session
         for label, (run_step, _) in trainers.items():
-            for _ in range(INVERSE_INTERVAL if label == "at intervals" else STEPS_A_ROUND):
-                run_step()
+            repeat(run_step, INVERSE_INTERVAL if label == "at intervals" else STEPS_A_ROUND)
         for _ in range(rounds):
             for label, (run_step, session) in trainers.items():
                 counted = {} if label == "ssgd" else part_of(session).counters()
-                taken_s = timed(
-                    lambda run_step=run_step: [run_step() for _ in range(STEPS_A_ROUND)]
-                )  # type: ignore[misc]
+                taken_s = timed(partial(repeat, run_step, STEPS_A_ROUND))
                 spent = {} if label == "ssgd" else part_of(session).counters()
                 row = {what: (spent[what] - counted[what]) / STEPS_A_ROUND for what in spent}
                 found[label].append(row | {"step_s": taken_s / STEPS_A_ROUND})
@@ -172,6 +169,11 @@ def measure(
         ):
             found["ssgd"][0][what] = max(multiplications_per_s(dtype) for _ in range(3))
     return found
+
+
+def repeat(step: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        step()
 
 
 def tasks() -> list[InversionTask]:
@@ -262,9 +264,9 @@ def eigendecompositions() -> Iterator[Ratio]:
         inverter = Inverter(print, form)
         taken = interleave(
             {
-                "eigen": lambda: timed(decompose),
-                form: lambda i=inverter: timed(lambda: i.invert(some)),
-            },  # type: ignore[misc]
+                "eigen": partial(timed, decompose),
+                form: partial(timed, partial(inverter.invert, some)),
+            },
             num_rounds=5,
         )
         pairs = list(zip(taken["eigen"], taken[form], strict=True))
@@ -304,7 +306,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     options = arguments.stride, arguments.inverse_dtype
-    found_cells = {
+    found_cells: Cells = {
         f"overhead{kind_of(*options)}": partial(overhead, arguments.rounds, *options),
         "eigendecompositions": eigendecompositions,
     }

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -367,9 +367,9 @@ class Paused(nn.Module):
         self.weights = nn.ParameterList(torch.zeros_like(each) for each in gradients)
 
     def forward(self) -> torch.Tensor:
-        x = torch.zeros(())
+        x, pause_s = torch.zeros(()), PAUSE_S / 3 / len(self.gradients)
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
-            x = _Pause.apply(x, weight, gradient, PAUSE_S / 3 / len(self.gradients))
+            x = _Pause.apply(x, weight, gradient, pause_s)  # type: ignore[no-untyped-call]
         return x
 
 
@@ -469,7 +469,7 @@ def paused_cells(rates: Sequence[float], *, steps: int | None, num_parameters: i
 
 
 def cells(directory: Path, rates: Sequence[float], *, line_only: bool) -> Cells:
-    found: Cells = {"several receivers": partial(fan_outs, 1e9)}
+    found: dict[str, Callable[[], Iterable[Row]]] = {"several receivers": partial(fan_outs, 1e9)}
     for rate_bit_per_s in rates:
         name = f"{rate_bit_per_s / 1e6:g} Mbit/s"
         found[f"line of {name}"] = partial(lambda rate: [line_rate(rate)], rate_bit_per_s)

@@ -113,6 +113,7 @@ def picture() -> str:
                 if (one.figure.case, one.figure.column) == (case, column)
             ]
             y += 20
+            assert isinstance(figure.value, float)
             length = 100 * math.log10(figure.value) + 4
             lines += [
                 f'<rect y="{y - 12}" width="{length:.0f}" height="14" rx="2" fill="{colour}"/>',

@@ -374,8 +374,8 @@ def cells(
         yield from goals(title, found, model_bytes, at_least=at_least)
 
     return {
-        f"{part.name}, {size}": partial(cases, part, size, *rest)
-        for part, size, *rest in situations
+        f"{part.name}, {size}": partial(cases, part, size, at_least, those)
+        for part, size, at_least, those in situations
     }
 
 

@@ -41,7 +41,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -525,8 +525,9 @@ def race(
         yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
         yield cell(column="seconds to the target", value=_known(time_to), decimals=1)
         yield cell(column="precision in the end", value=_known(metrics), decimals=4)
-    for share in more_targets if final is not None else ():
-        with_target = comparison.model_copy(update={"target": share * final})
+    targets = {} if final is None else {share: share * final for share in more_targets}
+    for share, target in targets.items():
+        with_target = comparison.model_copy(update={"target": target})
         for label, contestant in zip(
             racers, analyse_records(directory, with_target, alone).contestants, strict=True
         ):
@@ -553,8 +554,8 @@ def race(
     cell = partial(Figure, table=title, case="one worker, batches of all")
     measures = contestant.measures
     if "steps_to_target" in measures:
-        steps_to = _known(measures["steps_to_target"])
-        yield cell(column="steps to the target", value=steps_to, decimals=0)
+        steps_to = measures["steps_to_target"]
+        yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
     yield cell(column="precision in the end", value=_known(measures["final_metric"]), decimals=4)
 
 
@@ -657,7 +658,7 @@ if __name__ == "__main__":
         seeds = 1 if asked.quick else asked.seeds
         step_s = 0.01 if asked.quick else None if asked.quotas else STEP_S
         directory = asked.keep or Path(temporary)
-        of_a_race = (1, 0.02) if asked.quick else (RACE_EPOCHS, RACE_STEP_S)
+        epochs, race_step_s = (1, 0.02) if asked.quick else (RACE_EPOCHS, RACE_STEP_S)
         paths = {} if asked.train is None else {"path": asked.train, "test_path": asked.test}
         on = f"{asked.data}, " if paths else ""
         later = [label for label in asked.later.split(";") if label]
@@ -668,10 +669,8 @@ if __name__ == "__main__":
         added = "".join(f", {label}" for label in later)
         races = RACES[:1] if asked.quick else tuple(filter(None, asked.races.split(",")))
         ablations = tuple(filter(None, asked.ablations.split(",")))
-        slower = {} if asked.rate == RATE_MBIT_PER_S else {"rate_mbit_per_s": asked.rate}
-        fewer = {} if asked.workers == WORKERS else {"workers": asked.workers}
-        on += f"{asked.rate} Mbit/s, " if slower else ""
-        on += f"{asked.workers} workers, " if fewer else ""
+        on += f"{asked.rate} Mbit/s, " if asked.rate != RATE_MBIT_PER_S else ""
+        on += f"{asked.workers} workers, " if asked.workers != WORKERS else ""
         of_races = {
             f"race: {on}{situation}{added}": (f"race, {on}{situation}", situation, racers)
             for situation in races
@@ -679,15 +678,16 @@ if __name__ == "__main__":
             f"ablation: {on}{situation}": (f"ablation, {on}{situation}", situation, ABLATED)
             for situation in ablations
         }
-        cells = {
+        cells: dict[str, Callable[[], Iterable[Row]]] = {
             name: partial(
-                *(race, *which, paths, range(seeds), *of_a_race, directory),
+                race,
+                *(title, situation, those, paths, range(seeds), epochs, race_step_s, directory),
                 more_targets=[float(one) for one in asked.more_targets.split(",") if one],
                 later=later,
-                **slower,
-                **fewer,
+                workers=asked.workers,
+                rate_mbit_per_s=asked.rate,
             )
-            for name, which in of_races.items()
+            for name, (title, situation, those) in of_races.items()
         }
         work = LONG_STEPS if asked.long_steps else SHORT_STEPS
         shared = (rules, range(seeds), asked.mega_batches, step_s, directory, work)

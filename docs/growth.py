@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -157,10 +157,8 @@ def walk_step(name: str) -> None:
     threading.setprofile(walk)
     data = torch.utils.data.TensorDataset(torch.randn(640, 64), torch.randint(0, 10, (640,)))
     with offbeat.attach(model, optimizer, asked.get(name, getattr(offbeat, name))()) as session:
-        batches: Iterable[Any] = torch.utils.data.DataLoader(data, batch_size=16)
-        if name == "AdaptiveSGD":
-            batches = session.loader(batches)
-        waiting = iter(batches)
+        loader = torch.utils.data.DataLoader(data, batch_size=16)
+        waiting = iter(session.loader(loader) if name == "AdaptiveSGD" else loader)
         sys.setprofile(walk)
         for number in itertools.count():
             # Where samples are claimed, a merge comes before the next batch.

@@ -84,21 +84,21 @@ class Model:
             return torch.ones(shape)
         if self.tied and len(shape) > 1:
             into_stream = kind in ("out_w", "f2_w")
-            scale = 0.02 * ((2 * LAYERS) ** -0.5 if into_stream else 1.0)
+            scale: float = 0.02 * ((2 * LAYERS) ** -0.5 if into_stream else 1.0)
             return torch.randn(shape, generator=draw) * scale
         if kind in ("emb", "pos"):
             return torch.randn(shape, generator=draw) * (1.0 if kind == "emb" else 0.02)
         is_zero = ("n1_b", "n2_b", "n_b") if self.tied else ("in_b", "out_b", "n1_b", "n2_b", "n_b")
         if kind in is_zero:
             return torch.zeros(shape)
-        bound = (6 / (4 * WIDTH)) ** 0.5 if kind == "in_w" else fan_in**-0.5
+        bound: float = (6 / (4 * WIDTH)) ** 0.5 if kind == "in_w" else fan_in**-0.5
         return (torch.rand(shape, generator=draw) * 2 - 1) * bound
 
     def loss(self, flat: Tensor, tokens: Tensor) -> Tensor:
         """Of each row of `flat` with its windows, shape (rows, windows, length + 1)."""
         parts = flat.split(self.sizes, 1)
         rows, count, time = *tokens.shape[:2], tokens.shape[2] - 1
-        p = {
+        p: dict[str, Tensor] = {
             name: part.view(rows, *shape)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
@@ -442,7 +442,7 @@ def _clipped(gradient: Tensor, rule: Rule, limit: float) -> Tensor:
     if limit == math.inf:
         return gradient
     if isinstance(rule, AllReduce):
-        norm = gradient.mean(1).norm(dim=1)[:, None, None]
+        norm: Tensor = gradient.mean(1).norm(dim=1)[:, None, None]
     else:
         norm = gradient.norm(dim=2, keepdim=True)
         if not rule.is_alone:

@@ -131,7 +131,7 @@ def cases_of(images: Path | None, mnist: Path | None, text: Path | None) -> Iter
     yield Case(task="digits", steps=400)
     if images is not None:
         network = ("width=16", "shrink=2", "lr=0.025", "momentum=0.9", "lr_schedule=linear")
-        settings = (f"path={images}", *network, "lr_warmup=0.0625", f"skew={SKEW}")
+        settings: tuple[str, ...] = (f"path={images}", *network, "lr_warmup=0.0625", f"skew={SKEW}")
         yield Case(task="images", settings=settings, steps=400, step_s=0.06)
     yield Case(
         task="sequences",
@@ -193,9 +193,8 @@ class Runs:
         return f"{self._case.task}, {spec}, seed {seed}"
 
     def _run(self, spec: str, seed: int) -> Iterator[Row]:
-        case, late = self._case, ()
-        if case.step_s is not None:
-            late = (Straggling(workers=2, delay_s=case.step_s / 2),)
+        case = self._case
+        late = () if case.step_s is None else (Straggling(workers=2, delay_s=case.step_s / 2),)
         request = CompareRequest(
             task=case.task,
             strategies=[spec],
@@ -271,9 +270,7 @@ def _reached(case: Case, curve: Curve, target: float) -> float | None:
 
 def target_of(case: Case, baseline: Found) -> float:
     at = TARGET_AT * case.steps
-    return float(
-        np.mean([np.interp(at, *zip(*one, strict=True)) for one in baseline.curves.values()])
-    )
+    return float(np.mean([np.interp(at, *np.array(one).T) for one in baseline.curves.values()]))
 
 
 def figures(case: Case, found: Mapping[str, Found], seeds: Sequence[int]) -> Iterator[Figure]:

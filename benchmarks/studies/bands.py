@@ -293,8 +293,17 @@ FITTED: dict[str, Band] = {}
 
 def rounded(one: MeasuredCell) -> MeasuredCell:
     """As it is recorded, so that a fit to what was recorded is the same."""
-    numbers = ("rate_bit_per_s", "exposed", "overlapped", "ratio")
-    return replace(one, **{name: float(f"{getattr(one, name):.5g}") for name in numbers})
+
+    def short(value: float) -> float:
+        return float(f"{value:.5g}")
+
+    return replace(
+        one,
+        rate_bit_per_s=short(one.rate_bit_per_s),
+        exposed=short(one.exposed),
+        overlapped=short(one.overlapped),
+        ratio=short(one.ratio),
+    )
 
 
 def report(kind: str, found: Sequence[MeasuredCell], *, is_shifted: bool) -> Iterator[Row]:
@@ -309,13 +318,13 @@ def report(kind: str, found: Sequence[MeasuredCell], *, is_shifted: bool) -> Ite
             )
     band, held = fit_band(cells, is_shifted=is_shifted)
     FITTED[kind] = band
-    for one in held:
+    for left_out in held:
         for column, value in (
-            ("cells", float(one.cells)),
-            ("inside", one.inside / one.cells),
-            ("within 15%", one.close / one.cells),
+            ("cells", float(left_out.cells)),
+            ("inside", left_out.inside / left_out.cells),
+            ("within 15%", left_out.close / left_out.cells),
         ):
-            yield Figure(case=one.of, table=f"{kind}: held out", column=column, value=value)
+            yield Figure(case=left_out.of, table=f"{kind}: held out", column=column, value=value)
     for edge in ("low", "middle", "high"):
         factor: Factor = getattr(band, edge)
         for column, exposed, overlapped in (

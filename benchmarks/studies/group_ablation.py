@@ -30,7 +30,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,7 +57,7 @@ from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.weights.model_weights import Staging
 from offbeat_lab.cluster import Cluster, Straggling
-from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.options import Recipe, build_strategy, parse_spec
 from offbeat_lab.statistics import Estimate
 from offbeat_lab.tasks import Batch, Task, build_task
 
@@ -94,7 +94,7 @@ class Outcome:
 
 def cases_of(images: Path | None) -> Iterator[Ablation]:
     if images is not None:
-        settings = (
+        settings: tuple[str, ...] = (
             *(f"path={images}", "width=16", "shrink=2", "skew=0.3"),
             *("lr=0.025", "momentum=0.9", "lr_schedule=linear", "lr_warmup=0.0625"),
         )
@@ -263,15 +263,15 @@ def in_step(case: Ablation, ranks: Sequence[Rank], *, period: int | None) -> Non
         if (step + 1) % (period or 1) == 0:
             clocks_s[:] = clocks_s.max()
             if period is not None:
-                mean_values = np.mean([rank.read() for rank in ranks], axis=0, dtype=np.float32)
+                values = np.stack([rank.read() for rank in ranks]).mean(axis=0, dtype=np.float32)
                 for rank in ranks:
-                    rank.write(mean_values)
+                    rank.write(values)
         for rank, clock_s in zip(ranks, clocks_s, strict=True):
             rank.ends_s.append(float(clock_s))
             rank.keep(step + 1)
 
 
-def strategy_of(spec: str) -> Strategy:
+def strategy_of(spec: str) -> Recipe:
     """The strategy of `spec`.
 
     Raises:
@@ -285,7 +285,7 @@ def strategy_of(spec: str) -> Strategy:
     elif isinstance(strategy, LocalSGD):
         left_out = {
             "warmup": strategy.steps_of_growth > 0,
-            "optimizer_state=averaged": strategy.averages_state,
+            "optimizer_state=averaged": bool(strategy.averages_state),
             "start_step": strategy.start_step > 0,
             "outer": strategy.outer is not None,
         }
@@ -479,11 +479,11 @@ def main() -> None:
     kept = asked.results and ResultFile(asked.results / "group_ablation.jsonl")
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.jobs, mp_context=context) as pool:
-        cells: dict[str, object] = {}
+        cells: dict[str, Callable[[], Iterable[Row]]] = {}
         for case in cases:
             table = Table(case=case, specs=specs, seeds=range(seeds), kept=kept)
             cells |= table.cells(pool, again=asked.again)
-        present(cells, asked, seeds=seeds)  # type: ignore[arg-type]
+        present(cells, asked, seeds=seeds)
 
 
 if __name__ == "__main__":

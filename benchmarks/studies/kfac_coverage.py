@@ -41,6 +41,7 @@ from offbeat.kfac.costs import equivalent_dim
 from offbeat.kfac.placement import InverseCosts
 from offbeat.kfac.plans import FactorCosts, PlanInputs, inversion_order
 from offbeat.kfac.survey import percent, survey
+from offbeat.strategies.base import Strategy
 from offbeat_lab.plan.profile import PolynomialInversion
 
 WORLD_SIZE = 4
@@ -135,7 +136,7 @@ def trained(name: str, architecture: Architecture) -> Iterator[Row]:
         yield figure(column=f"after {NUM_STEPS} steps of {label}", value=after, decimals=3)
 
 
-def losses_of(architecture: Architecture, strategy: offbeat.Strategy) -> tuple[float, float]:
+def losses_of(architecture: Architecture, strategy: Strategy) -> tuple[float, float]:
     torch.manual_seed(0)
     model = architecture.small()
     if architecture.sees == "words":
@@ -155,7 +156,7 @@ def losses_of(architecture: Architecture, strategy: offbeat.Strategy) -> tuple[f
     return found[0], found[-1]
 
 
-def peak_bytes(rank: int, world_size: int, strategy: offbeat.Strategy) -> int:
+def peak_bytes(rank: int, world_size: int, strategy: Strategy) -> int:
     """Of this process, after three steps of ResNet-18, each of them with factors and inversions."""
     torch.manual_seed(0)
     model = ARCHITECTURES["ResNet-18"].published()

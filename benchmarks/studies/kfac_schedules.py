@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -413,7 +413,7 @@ def cells(
     with_fusions: bool,
     with_ablations: bool,
 ) -> Cells:
-    found: Cells = {}
+    found: dict[str, Callable[[], Iterable[Row]]] = {}
     for name in models:
         if with_ablations:
             found[f"ablations, {name}"] = partial(ablations, name, turns)

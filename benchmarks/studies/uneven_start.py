@@ -205,7 +205,7 @@ class Worker:
             loss = self._task.loss(self.model, batch)
             for callback in callbacks:
                 callback.on_backward_begins(synchronised=True)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
+            loss.backward()
         seconds = STEP_S * self._num_samples / BATCH / SPEEDS[self._driver.rank]
         self._driver.run(sleeping(seconds), 0)
         for index in range(len(self._parameters)):

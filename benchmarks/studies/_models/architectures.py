@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -272,10 +273,10 @@ class ResNet(nn.Module):
             sizes = [(1, 1), (3, stride), (1, 1)] if is_bottleneck else [(3, stride), (3, 1)]
             widths = [width, *[maps] * (len(sizes) - 1), maps * (4 if is_bottleneck else 1)]
             parts: list[nn.Module] = []
-            for number, (taps, step) in enumerate(sizes):
+            for (taps, step), (inputs, outputs) in zip(sizes, pairwise(widths), strict=True):
                 parts += [
-                    nn.Conv2d(*widths[number : number + 2], taps, step, taps // 2, bias=False),
-                    nn.BatchNorm2d(widths[number + 1]),
+                    nn.Conv2d(inputs, outputs, taps, step, taps // 2, bias=False),
+                    nn.BatchNorm2d(outputs),
                     nn.ReLU(),
                 ]
             self.body = nn.Sequential(*parts[:-1])
@@ -381,7 +382,7 @@ class ConvNeXt(nn.Module):
             self.layer_scale = nn.Parameter(torch.full((dim,), 1e-6))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.norm(self.conv(x).movedim(1, -1))
+            h: torch.Tensor = self.norm(self.conv(x).movedim(1, -1))
             h = self.layer_scale * self.down(F.gelu(self.up(h)))
             return x + h.movedim(-1, 1)
 
