@@ -192,7 +192,7 @@ def compare(
         float | None, flag(LENGTH, "The metric to reach (default: the best that all runs reach).")
     ] = None,
     turn: Annotated[
-        float, flag(LENGTH, "Seconds that a strategy trains before the next one's turn.")
+        float, flag(LENGTH, "Seconds, at least 8 steps, before the next strategy's turn.")
     ] = 3.0,
     out: Out = None,
     as_json: JsonFlag = False,
