@@ -26,7 +26,7 @@ from _measure import Ratio, main, ratio
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.records import Record
 
-STRATEGIES: Final = ("ddp", "allreduce", "gtopk", "localsgd:period=4", "wagma")
+STRATEGIES: Final = ("ddp", "allreduce", "gtopk", "localsgd:period=4")
 LEFT_ALONE: Final = {"MALLOC_PERTURB_": "0"}
 """glibc's default, said."""
 STEPS, SETTLED, REPEATS = 40, 10, 5
