@@ -110,8 +110,8 @@ OF_ADAM: Final = (
 """These train with Adam, so the text alone."""
 DDP: Final = "ddp"
 _TABLE = "steps"
-PERIODS: Final = 80
-"""Steps: four of the longest periods, of which the first is left out."""
+STEPS_OF_AVERAGES: Final = 80
+"""Four of the longest periods, of which the first is left out."""
 
 
 def step_cells(rate_bit_per_s: float, one: Contestant, out: Path) -> Iterator[Figure | Ratio]:
@@ -122,7 +122,9 @@ def step_cells(rate_bit_per_s: float, one: Contestant, out: Path) -> Iterator[Fi
     num_steps = STEPS[rate_bit_per_s]
     measures = measures_of(compared_steps(rate_bit_per_s, num_steps, out / "dense", labels=dense))
     if one.spec not in dense:
-        averages = compared_steps(rate_bit_per_s, PERIODS, out / "averages", labels=(one.spec,))
+        averages = compared_steps(
+            rate_bit_per_s, STEPS_OF_AVERAGES, out / "averages", labels=(one.spec,)
+        )
         measures |= measures_of(averages)
     (mine,) = (found for label, found in measures.items() if label != DDP)
     rate = f"{rate_bit_per_s / 1e6:g} Mbit/s"

@@ -46,7 +46,7 @@ with.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -91,6 +91,13 @@ class _Moments:
     steps: list[float]
     undecayed: list[float]
     has_gradient: list[bool]
+
+
+_COUNTS: Final[Mapping[str, Callable[[_Moments], list[float]]]] = {
+    "steps": lambda moments: moments.steps,
+    "undecayed": lambda moments: moments.undecayed,
+}
+"""What is counted of each parameter, by its name in the state."""
 
 
 class OptimizerScaling(GradientTransform):
@@ -270,8 +277,7 @@ class OptimizerScaling(GradientTransform):
     @override
     def state_dict(self) -> dict[str, Any]:
         # A rank that is new goes on with what an old one knows.
-        steps, undecayed = self._steps("steps"), self._steps("undecayed")
-        counts = {"steps": torch.tensor(steps), "undecayed": torch.tensor(undecayed)}
+        counts = {name: torch.tensor(self._counted(of)) for name, of in _COUNTS.items()}
         local = {**counts, **self._named()}
         return {"local": local, **super().state_dict()}
 
@@ -288,10 +294,10 @@ class OptimizerScaling(GradientTransform):
             return
         self._state_is_loaded = True
         local = state["local"]
-        for kind in ("steps", "undecayed"):
-            found = local.get(kind, torch.zeros(1)).expand(len(self._steps(kind))).tolist()
+        for name, of in _COUNTS.items():
+            found = local[name].expand(len(self._counted(of))).tolist()
             for moments in self._moments.values():
-                setattr(moments, kind, [found[index] for index in moments.bucket.indices])
+                of(moments)[:] = [found[index] for index in moments.bucket.indices]
         for name, view in self._named().items():
             view.copy_(local[name])
         if self.is_taken:
@@ -299,11 +305,11 @@ class OptimizerScaling(GradientTransform):
         else:  # all exchanges so far were skipped, or there were none
             self._num_settled = self.counts.exchanges
 
-    def _steps(self, kind: str) -> list[float]:
+    def _counted(self, of: Callable[[_Moments], list[float]]) -> list[float]:
         """Of each parameter, in the model's order; before anything is taken of none."""
         found: dict[int, float] = {}
         for moments in self._moments.values():
-            found |= dict(zip(moments.bucket.indices, getattr(moments, kind), strict=True))
+            found |= dict(zip(moments.bucket.indices, of(moments), strict=True))
         return [found[index] for index in sorted(found)] or [0.0]
 
     def _named(self) -> dict[str, torch.Tensor]:

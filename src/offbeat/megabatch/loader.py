@@ -799,7 +799,7 @@ class DispatchLoader(Callback):
         if "mega_batch" not in saved:
             raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
         if any(saved.get(key) for key in ("mega_batch", "merged", "lost", "claims")):
-            require_same_order(saved.get("order", self._order_here), self._order_here)
+            require_same_order(saved["order"], self._order_here)
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
         self._lost = tuple(SampleRange(*span) for span in saved.get("lost", ()))

@@ -98,7 +98,8 @@ def attach(
 
     Rank 0's parameters and buffers are copied to all ranks. If torch.distributed is not initialised
     but the environment is that of torchrun or srun, it is initialised; with neither, the session
-    trains alone, on the same code path.
+    trains alone, on the same code path. glibc is told to keep freed memory for the next step,
+    unless a variable of malloc's is set, such as MALLOC_PERTURB_=0.
 
     Args:
         model: a plain module, not wrapped in DistributedDataParallel; or, with `mesh`, one that
