@@ -217,8 +217,7 @@ class PlannedRank(SimulatedRank):
         )
         first = batch_size * steps.start // size - _MEGA_BATCHES_BEFORE
         if steps.start > REMEMBERED_STEPS * self.world_size and first > 0:
-            place = {"epoch": 0, "mega_batch": first, "claims": (), "updates": 0, "busy_s": 0.0}
-            loader.load_state_dict({"local": place})
+            loader.load_state_dict({"local": loader.state_dict()["local"] | {"mega_batch": first}})
             self.machine.common.before = first * size / batch_size
         return loader
 
