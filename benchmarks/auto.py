@@ -35,7 +35,7 @@ import numpy as np
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from links import watched
-from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
+from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK, SETTLING
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat_lab.compare import CompareRequest, plan_comparison
@@ -115,13 +115,13 @@ def situation(size: str, link: str, *, late: bool, seeds: int, keep: Path) -> It
     best = min(run_s, key=lambda each: run_s[each])
     auto_s, measuring_s = [], []
     for run in autos:
-        durations_s = read_steps(run).step_s()
-        first_s = float(np.sum(durations_s[: FIRST_LOOK + 1]))
+        durations_s, look = read_steps(run).step_s(), looked_after(run)
+        first_s = float(np.sum(durations_s[: look + 1]))
         later_s = seconds_of(run) - first_s
         auto_s.append(first_s + later_s * worth_of(chosen_in(run), run))
         # What measuring took lies in the step after which it was done, or in the next one.
-        around = durations_s[FIRST_LOOK - 1 : FIRST_LOOK + 2]
-        before = float(np.median(durations_s[5 : FIRST_LOOK - 1]))
+        around = durations_s[look - 1 : look + 2]
+        before = float(np.median(durations_s[SETTLING : look - 1]))
         measuring_s.append(max(0.0, float(np.sum(around)) - 3 * before))
 
     cell = partial(Figure, table=TABLE, case=name)
@@ -183,6 +183,12 @@ def judged(
         bound=bound,
         interval=(low, high),
     )
+
+
+def looked_after(record: Record) -> int:
+    """How many steps it was when candidates were predicted first."""
+    summary = record.summary()
+    return summary.decisions[0].step if summary and summary.decisions else FIRST_LOOK
 
 
 def chosen_in(record: Record) -> str:

@@ -21,7 +21,7 @@ from offbeat.errors import ConfigError
 from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
+from offbeat.strategies.choice import CANDIDATES, EARLY_LOOK, FIRST_LOOK, LEAST_SEEN, SETTLING
 from offbeat.transport.connect import RejoinedDriver
 from offbeat.transport.single_rank import SingleRank
 from thread_support.nets import make_model, step_of
@@ -210,8 +210,12 @@ Costs = Callable[[str, MeasuredRun], float]
 PERIODS = {auto.built(spec): candidate.period for spec, candidate in CANDIDATES.items()}
 
 
-def predict_by(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
-    """Let `costs` predict steps, by strategy, however little of a step is waiting."""
+def predict_by(
+    monkeypatch: pytest.MonkeyPatch, costs: Costs, *, most_waiting: float = float("inf")
+) -> None:
+    """Let `costs` predict steps, by strategy, however little of a step is waiting; early where more
+    than `most_waiting` is.
+    """
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         is_beginning = getattr(strategy, "period", 0) == 1
@@ -220,6 +224,7 @@ def predict_by(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
 
     monkeypatch.setattr(auto, "predict", predicted)
     monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+    monkeypatch.setattr(choice, "MOST_WAITING", most_waiting)
 
 
 def record_runs(monkeypatch: pytest.MonkeyPatch) -> list[MeasuredRun]:
@@ -242,6 +247,7 @@ def choosing(
     strategy: Strategy | None = None,
     world_size: int = 2,
     stop: int | None = None,
+    most_waiting: float = float("inf"),
 ) -> list[tuple[list[str], list[str], list[torch.Tensor]]]:
     """What was at work after each step, the notices and the parameters, where predictions are
     `costs`.
@@ -251,7 +257,7 @@ def choosing(
         assert run.dtype == torch.float64
         return costs(name, run)
 
-    predict_by(monkeypatch, of_a_model_in_double_precision)
+    predict_by(monkeypatch, of_a_model_in_double_precision, most_waiting=most_waiting)
 
     def job(driver: ThreadDriver) -> tuple[list[str], list[str], list[torch.Tensor]]:
         model = make_model()
@@ -301,6 +307,16 @@ def test_what_is_predicted_to_be_first_takes_over_on_all_ranks_at_once(
         # One more step is taken, in which nothing is left owed.
         assert at_work == ["allreduce"] * FIRST_LOOK + [name] * 5
         assert any(f"goes over to {name}" in notice for notice in notices)
+
+
+def test_steps_that_mostly_wait_are_known_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    def costs(name: str, run: MeasuredRun) -> float:
+        assert run.computed_s.shape == (LEAST_SEEN, 2)
+        return fastest("gtopk")(name, run)
+
+    ranks = choosing(monkeypatch, costs, num_steps=EARLY_LOOK + 5, most_waiting=float("-inf"))
+    for at_work, _, _ in ranks:
+        assert at_work == ["allreduce"] * EARLY_LOOK + ["gtopk"] * 5
 
 
 def test_what_is_hardly_faster_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +396,7 @@ def test_a_resumed_run_goes_on_with_what_was_at_work_or_about_to_be(
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("steps_before", [1, 8])
+@pytest.mark.parametrize("steps_before", [1, SETTLING + LEAST_SEEN - 1])
 def test_a_run_that_is_resumed_just_before_a_look_has_seen_too_little(
     monkeypatch: pytest.MonkeyPatch, steps_before: int
 ) -> None:

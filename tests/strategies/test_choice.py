@@ -11,6 +11,7 @@ from offbeat.strategies.choice import (
     BESIDE_S,
     BETWEEN_CHANGES,
     CANDIDATES,
+    EARLY_LOOK,
     EVERY,
     FIRST_LOOK,
     HORIZON,
@@ -104,7 +105,8 @@ def test_local_sgd_begins_with_as_many_averages_as_are_counted() -> None:
 
 def test_looks_are_at_fixed_steps() -> None:
     due = [n for n in range(2 * EVERY + 1) if Standing(num_steps=n).is_due()]
-    assert due == [FIRST_LOOK, EVERY, 2 * EVERY]
+    assert due == [EARLY_LOOK, FIRST_LOOK, EVERY, 2 * EVERY]
+    assert [Standing(num_steps=n).is_early for n in due] == [True, False, False, False]
     assert Standing(num_steps=FIRST_LOOK - 1).is_due(ahead=1)
 
 
@@ -154,13 +156,36 @@ def test_models_that_are_averaged_rarely_take_more_steps() -> None:
     assert gtopk.with_averages(0.0) == gtopk
 
 
+def test_a_step_that_mostly_waits_is_known_after_a_few() -> None:
+    assert seen_of("allreduce", 0.41).mostly_waits()
+    assert not seen_of("allreduce", 0.39).mostly_waits()
+
+
+def test_steady_slowness_is_told_from_being_late_by_chance() -> None:
+    """Adaptive SGD would help where a rank is always slow."""
+    steady, chance = np.full((12, 4), 0.1), np.full((12, 4), 0.1)
+    steady[:, 2] = 0.2
+    for step in range(12):
+        chance[step, step % 4] = 0.2
+    choice = Choice("allreduce", 0.25, "")
+    for computed_s, speeds in ((steady, 3.5), (chance, None)):
+        seen = SeenSteps(at_work="allreduce", step_s=0.25, computed_s=computed_s)
+        at_best_s = seen.at_summed_speed_s()
+        assert at_best_s == (None if speeds is None else pytest.approx(4 / speeds / 10))
+        assert ("adaptive" in outlook(choice, seen)) == (speeds is not None)
+    # What was chosen is as fast already.
+    seen = SeenSteps(at_work="allreduce", step_s=0.25, computed_s=steady)
+    assert "adaptive" not in outlook(Choice("wagma", 0.13, ""), seen)
+
+
 def test_it_says_what_would_change_its_mind() -> None:
     choice = Choice("wagma", 0.5, "")
-    stays, changes = (outlook(choice, before=before) for before in ("wagma", "allreduce"))
+    seen = seen_of("wagma", 0.5), seen_of("allreduce", 0.5)
+    stays, changes = (outlook(choice, each) for each in seen)
     assert "looks again if a step takes 25% more or less than 500 ms" in stays
     assert stays.endswith("which it sees every 250 steps")
     assert changes == f"{stays}, 500 steps from now at the earliest"
-    assert "will not look again" in outlook(choice, before="allreduce", looks_again=False)
+    assert "will not look again" in outlook(choice, seen[1], looks_again=False)
 
 
 def test_it_says_that_it_cannot_change_its_mind() -> None:

@@ -1,7 +1,8 @@
 """Auto: begins as S-SGD (arXiv 2006.15704), measures, and lets the strategy take over that will be
 done first.
 
-    20 steps of AllReduce, of which the last 15 are timed on every rank
+    20 steps of AllReduce, of which the last 15 are timed on every rank; 8, of which the last 5 are,
+        if more than three quarters of a step are waiting
     if less than a tenth of a step is waiting: stay
     probe links and device
     for each candidate: predict its step, by its own callbacks on a virtual cluster of what was
@@ -68,6 +69,7 @@ from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy, parse_spec
 from offbeat.strategies.choice import (
     CANDIDATES,
+    SETTLING,
     SeenSteps,
     Standing,
     StepsToEqual,
@@ -235,6 +237,7 @@ class Chooser(Callback):
         has_connections = not context.returns  # but those of its generation
         self._is_connected = has_connections and 1 < context.driver.world_size <= _MOST_RANKS
         self._seen: deque[_Step] = deque(maxlen=_SEEN)
+        self._to_settle = SETTLING
         self._ready_s = [0.0] * len(context.parameters)
         # The end of the last step on both clocks and that of the processors; when the backward pass
         # and the optimizer's step began.
@@ -279,10 +282,11 @@ class Chooser(Callback):
                 now - then for now, then in zip(clocks, self._ended, strict=True)
             )
             optimizer_s = worked_s - self._updates_s
-            self._seen.append(
-                _Step(whole_s, computed_s, self._backward_s, optimizer_s, processors_s)
-            )
-        self._backward_s = 0.0
+            if not self._to_settle:
+                self._seen.append(
+                    _Step(whole_s, computed_s, self._backward_s, optimizer_s, processors_s)
+                )
+        self._backward_s, self._to_settle = 0.0, max(0, self._to_settle - 1)
         self._standing.num_steps += 1
         if self._must_agree:
             self._meet(self._agree)
@@ -348,7 +352,7 @@ class Chooser(Callback):
         )
         standing = self._standing
         seen = SeenSteps.of(standing.at_work, whole_s, computed_s)
-        if not standing.is_news(seen.step_s):
+        if not standing.is_news(seen.step_s) or (standing.is_early and not seen.mostly_waits()):
             return
         measured, predicted = str(seen), dict[str, _Predicted]()
         if not seen.hardly_waits():
@@ -369,7 +373,7 @@ class Chooser(Callback):
         for remark in (
             f"auto, step {standing.num_steps}: {measured}",
             f"auto {verb} {choice.name}; {choice.why}",
-            outlook(choice, before=seen.at_work, looks_again=self._may_look(choice.name)),
+            outlook(choice, seen, looks_again=self._may_look(choice.name)),
         ):
             self._context.notices.inform(remark)
         standing.expected_s = choice.step_s

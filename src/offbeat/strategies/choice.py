@@ -1,6 +1,7 @@
 """Which strategy should be at work: a function of what all ranks have measured and predicted.
 
-if less than a tenth of a step is waiting: AllReduce stays
+if less than a tenth of a step is waiting: AllReduce stays; if more than three quarters are, not all
+    steps before the first look are waited for
 correct what is not computing by what the prediction of the strategy at work was wrong by
 cost = predicted step, in the mean of the coming 2,000, x steps to equal quality, with the
     uncertainty of both
@@ -23,11 +24,13 @@ LEAST_MARGIN: Final = 0.1
 UNEXPECTED: Final = 0.25
 """By which share a step takes another time than expected, before candidates are looked at again."""
 
+EARLY_LOOK: Final = 8
 FIRST_LOOK: Final = 20
-LEAST_SEEN: Final = 10
+SETTLING: Final = 3
+LEAST_SEEN: Final = 5
 EVERY: Final = 250
 BETWEEN_CHANGES: Final = 500
-"""Steps."""
+"""Steps. Those by which a run settles are not seen."""
 
 HORIZON: Final = 2000
 """Steps in whose mean candidates are compared."""
@@ -36,6 +39,11 @@ BESIDE_S: Final = 1e-8
 """What a processor takes for each element and step where models are averaged beside training
 (`benchmarks/auto.py`, medium, 10 Gbit/s).
 """
+
+MOST_WAITING: Final = 0.75
+"""The share of waiting from which on a step says enough after `EARLY_LOOK`, and costs too much."""
+
+_UNEVEN: Final = 1.25
 
 _PAUSE: Final = 5.0
 """A step in which a rank computes so many times as long as it does in others is not looked at."""
@@ -175,8 +183,15 @@ class Standing:
         if seen is not None and seen < LEAST_SEEN:
             return False
         num_steps = self.num_steps + ahead
-        is_time = num_steps == FIRST_LOOK or (num_steps > FIRST_LOOK and num_steps % EVERY == 0)
+        is_time = num_steps == FIRST_LOOK or (
+            num_steps % EVERY == 0 if num_steps > FIRST_LOOK else num_steps == EARLY_LOOK
+        )
         return is_time and num_steps - self.changed_at >= BETWEEN_CHANGES
+
+    @property
+    def is_early(self) -> bool:
+        """Whether more steps should be seen, unless those that were say enough."""
+        return self.num_steps < FIRST_LOOK
 
     def is_news(self, step_s: float) -> bool:
         """Whether candidates should be looked at, now that a step takes `step_s`."""
@@ -220,8 +235,28 @@ class SeenSteps:
 
     def hardly_waits(self) -> bool:
         """Whether no strategy could make a step much shorter."""
-        waits = 1 - self.mean_computed_s / self.step_s
-        return self.at_work == "allreduce" and waits < LEAST_MARGIN
+        return self.at_work == "allreduce" and self._waits < LEAST_MARGIN
+
+    def mostly_waits(self) -> bool:
+        """Whether a few steps say enough, since computing hardly counts."""
+        return self._waits > MOST_WAITING
+
+    @property
+    def _waits(self) -> float:
+        """As a share of a step."""
+        return 1 - self.mean_computed_s / self.step_s
+
+    def at_summed_speed_s(self) -> float | None:
+        """A step if batches followed the ranks' speeds, and none waited; None where no rank is
+        steadily slower than another.
+
+        >>> computed_s = np.array([[1.0, 3.0], [1.0, 3.0], [9.0, 3.0]])
+        >>> SeenSteps(at_work="allreduce", step_s=4.0, computed_s=computed_s).at_summed_speed_s()
+        1.5
+        """
+        usual_s = np.median(self.computed_s, axis=0)
+        is_uneven = usual_s.max() >= _UNEVEN * usual_s.min() > 0
+        return float(len(usual_s) / np.sum(1 / usual_s)) if is_uneven else None
 
     def __str__(self) -> str:
         late = self.computed_s.mean(axis=0).argmax()
@@ -323,16 +358,24 @@ def choose(
     return Choice(name, step_s, f"predicted for a step: {others}")
 
 
-def outlook(choice: Choice, *, before: str, looks_again: bool = True) -> str:
-    """What would change it, where `before` was at work."""
+def outlook(choice: Choice, seen: SeenSteps, *, looks_again: bool = True) -> str:
+    """What would change it, and what could be better that is no candidate."""
     if not looks_again:
-        return f"auto will not look again, since islands keep no step with {choice.name}"
-    changes = choice.name != before
-    earliest = f", {BETWEEN_CHANGES} steps from now at the earliest" if changes else ""
-    return (
-        f"auto looks again if a step takes {UNEXPECTED:.0%} more or less than"
-        f" {ms(choice.step_s)}, which it sees every {EVERY} steps{earliest}"
-    )
+        said = f"auto will not look again, since islands keep no step with {choice.name}"
+    else:
+        changes = choice.name != seen.at_work
+        earliest = f", {BETWEEN_CHANGES} steps from now at the earliest" if changes else ""
+        said = (
+            f"auto looks again if a step takes {UNEXPECTED:.0%} more or less than"
+            f" {ms(choice.step_s)}, which it sees every {EVERY} steps{earliest}"
+        )
+    at_best_s = seen.at_summed_speed_s()
+    if at_best_s is not None and _UNEVEN * at_best_s < choice.step_s:
+        said += (
+            f". Ranks compute at unlike speeds: adaptive, whose batches follow them, takes"
+            f" {ms(at_best_s)} at best, but has to be named from the start"
+        )
+    return said
 
 
 def in_vain(standing: Standing) -> str:
