@@ -50,14 +50,14 @@ def make_mlp() -> torch.nn.Module:
 MODELS = {"cnn": make_cnn, "mlp": make_mlp}
 
 
-def main(place: str, contestant: str, name: str) -> None:
+def main(place: str, strategy: str, name: str) -> None:
     dist.init_process_group("gloo")
     ddp = DistributedDataParallel(MODELS[name]())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     batch = torch.randn(32, 3, 32, 32)
     with socket.socket(socket.AF_UNIX) as referee, referee.makefile("rw") as lines:
         referee.connect(place)
-        print(contestant, dist.get_rank(), os.getppid(), file=lines, flush=True)
+        print(strategy, dist.get_rank(), os.getppid(), file=lines, flush=True)
         for line in lines:
             begin_s = time.perf_counter()
             for _ in range(int(line)):

@@ -42,7 +42,7 @@ RUN_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contestant:
+class TriedStrategy:
     """One strategy.
 
     Attributes:
@@ -99,43 +99,43 @@ class Run:
     """One run of one strategy."""
 
     case: Case
-    contestant: Contestant
+    strategy: TriedStrategy
     lr: float
     seed: int
 
     @property
     def cell(self) -> str:
-        return f"{self.case.name}, {self.contestant.label}, lr {self.lr:g}, seed {self.seed}"
+        return f"{self.case.name}, {self.strategy.label}, lr {self.lr:g}, seed {self.seed}"
 
     def figure(self, metric: float) -> Figure:
         several = len(self.case.lrs) > 1
         return Figure(
             table=f"{self.case.name}, all runs" if several else self.case.name,
-            case=f"{self.contestant.label}, {self.lr:g}" if several else self.contestant.label,
+            case=f"{self.strategy.label}, {self.lr:g}" if several else self.strategy.label,
             column=f"seed {self.seed}",
             value=metric,
             decimals=4,
         )
 
     def plan(self) -> RunPlan:
-        name, options = parse_spec(self.contestant.spec)
+        name, options = parse_spec(self.strategy.spec)
         given = (f"{key}={value}" for key, value in options.items())
         planned = plan(
             Request(
                 task=self.case.task,
                 strategy=name,
                 settings=(*self.case.settings, f"lr={self.lr}", *given),
-                workers=self.contestant.workers,
+                workers=self.strategy.workers,
                 steps=self.case.steps,
                 seed=self.seed,
                 eval_every=self.case.steps // MEASUREMENTS,
-                cluster=self.contestant.cluster,
+                cluster=self.strategy.cluster,
             )
         )
         return replace(planned, config=replace(planned.config, checkpoint_every=None))
 
     def metric(self) -> float:
-        measured = in_threads if self.contestant.in_threads else in_processes
+        measured = in_threads if self.strategy.in_threads else in_processes
         return round(float(np.mean(measured(self.plan())[-LAST:])), 4)
 
 
@@ -218,16 +218,16 @@ class Runs:
         return self._metrics[run.cell]
 
 
-def tuned(case: Case, contestant: Contestant, runs: Runs) -> float | None:
+def tuned(case: Case, strategy: TriedStrategy, runs: Runs) -> float | None:
     """The best of its learning rates, by the mean of seeds; None where some were not tried."""
     metrics: dict[float, float] = {}
-    rates = [lr / contestant.slower.get(case.name, 1.0) for lr in case.lrs]
+    rates = [lr / strategy.slower.get(case.name, 1.0) for lr in case.lrs]
     if len(rates) == 1:
         return rates[0]
     for lr in rates:
         found = [
-            runs.metric(Run(case=case, contestant=contestant, lr=lr, seed=seed))
-            for seed in contestant.tuned_with
+            runs.metric(Run(case=case, strategy=strategy, lr=lr, seed=seed))
+            for seed in strategy.tuned_with
         ]
         known = [metric for metric in found if metric is not None]
         if len(known) < len(found):
@@ -238,13 +238,13 @@ def tuned(case: Case, contestant: Contestant, runs: Runs) -> float | None:
 
 
 def compared(
-    case: Case, contestants: Sequence[Contestant], runs: Runs, seeds: int
+    case: Case, strategies: Sequence[TriedStrategy], runs: Runs, seeds: int
 ) -> dict[str, Result]:
-    """By label, as far as there are runs; the first contestant is the baseline.
+    """By label, as far as there are runs; the first strategy is the baseline.
 
     Args:
         case: the task.
-        contestants: what is compared.
+        strategies: what is compared.
         runs: finds or makes a run.
         seeds: how many.
     """
@@ -253,15 +253,15 @@ def compared(
             case=case if one.goal is None else replace(case, goal=one.goal),
             lr=tuned(case, one, runs),
         )
-        for one in contestants
+        for one in strategies
     }
     for seed in range(seeds):  # by seeds, so that what is stopped has compared all
-        for one in contestants:
+        for one in strategies:
             result = found[one.label]
             if result.lr is not None:
-                run = Run(case=case, contestant=one, lr=result.lr, seed=seed)
+                run = Run(case=case, strategy=one, lr=result.lr, seed=seed)
                 result.metrics.append(runs.metric(run))
-    baseline = found[contestants[0].label]
+    baseline = found[strategies[0].label]
     for result in found.values():
         result.baseline = baseline.metrics
     return found

@@ -95,7 +95,7 @@ def runs_of(
     directory, comparison = watched(plan)
     return {
         spec: [Record(directory / run) for run in one.runs]
-        for spec, one in zip(strategies, comparison.contestants, strict=True)
+        for spec, one in zip(strategies, comparison.strategies, strict=True)
         if one.failure is None
     }
 

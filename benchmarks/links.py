@@ -264,8 +264,8 @@ def faster(comparison: Comparison, slow: str, at_least: float, case: str) -> Rat
     if difference is None or difference.low is None or difference.high is None:
         raise SystemExit(f"no result for {slow}")
     by_label = {
-        contestant.label: contestant.measures["bytes_per_step"].median or 1.0
-        for contestant in comparison.contestants
+        strategy.label: strategy.measures["bytes_per_step"].median or 1.0
+        for strategy in comparison.strategies
     }
     straddles = difference.low < at_least < difference.high
     return Ratio(
@@ -286,8 +286,8 @@ def strategies(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
         out = directory / f"{rate_bit_per_s / 1e6:g}mbit-{number}"
         comparison = compared(rate_bit_per_s, STEPS[rate_bit_per_s], out, labels=labels)
         print(f"{name}: {comparison.verdict}", file=sys.stderr)
-        for contestant in comparison.contestants:
-            label, step_s = contestant.label, contestant.measures["step_s"]
+        for strategy in comparison.strategies:
+            label, step_s = strategy.label, strategy.measures["step_s"]
             # A label has no options where no other strategy of the comparison has its name.
             spec = next(spec for spec in labels if spec.partition(":")[0] == label)
             case = label if label == "gtopk" else spec.replace(":", " ")
@@ -325,7 +325,7 @@ def as_it_comes(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
         settings=AS_IT_COMES,
         labels=("allreduce", "gtopk"),
     )
-    (gtopk,) = (one for one in comparison.contestants if one.label == "gtopk")
+    (gtopk,) = (one for one in comparison.strategies if one.label == "gtopk")
     share = gtopk.measures["efficiency"]
     yield at_most(
         f"{name}: a step of gtopk as it comes over the ideal, text ({comparison.emulation.kind})",

@@ -45,7 +45,7 @@ GROWTH: Final = 8.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contestant:
+class MeasuredStrategy:
     """A strategy, the bytes a parameter that it cannot do without, and how many steps show its
     peak. The last one is followed by no average of weights.
     """
@@ -55,18 +55,18 @@ class Contestant:
     num_steps: int = 5
 
 
-STRATEGIES: Final[Mapping[str, Contestant]] = {
-    "AllReduce": Contestant(make=offbeat.AllReduce, needed=0),
-    "TopK": Contestant(make=partial(offbeat.TopK, density=0.001), needed=4),
-    "GTopK": Contestant(make=partial(offbeat.GTopK, density=0.001), needed=4),
-    "LocalSGD": Contestant(make=partial(offbeat.LocalSGD, period=2), needed=0),
-    "LocalSGD in 16 fragments": Contestant(
+STRATEGIES: Final[Mapping[str, MeasuredStrategy]] = {
+    "AllReduce": MeasuredStrategy(make=offbeat.AllReduce, needed=0),
+    "TopK": MeasuredStrategy(make=partial(offbeat.TopK, density=0.001), needed=4),
+    "GTopK": MeasuredStrategy(make=partial(offbeat.GTopK, density=0.001), needed=4),
+    "LocalSGD": MeasuredStrategy(make=partial(offbeat.LocalSGD, period=2), needed=0),
+    "LocalSGD in 16 fragments": MeasuredStrategy(
         make=partial(offbeat.LocalSGD, period=32, exchange="16x1"), needed=4, num_steps=9
     ),
-    "DiLoCo": Contestant(make=partial(offbeat.LocalSGD, period=2, outer="diloco"), needed=8),
-    "WAGMA": Contestant(make=partial(offbeat.WAGMA, period=4), needed=8),
-    "SPDKFAC": Contestant(make=offbeat.SPDKFAC, needed=16, num_steps=2),
-    "AdaptiveSGD": Contestant(
+    "DiLoCo": MeasuredStrategy(make=partial(offbeat.LocalSGD, period=2, outer="diloco"), needed=8),
+    "WAGMA": MeasuredStrategy(make=partial(offbeat.WAGMA, period=4), needed=8),
+    "SPDKFAC": MeasuredStrategy(make=offbeat.SPDKFAC, needed=16, num_steps=2),
+    "AdaptiveSGD": MeasuredStrategy(
         make=partial(offbeat.AdaptiveSGD, mega_batch=4), needed=16, num_steps=9
     ),
 }

@@ -33,26 +33,26 @@ from typing import Final
 import torch
 
 from _measure import Ratio, Row, print_rows
-from _paired import Case, Contestant, Result, Runs, add_options, compared, images, keep
+from _paired import Case, Result, Runs, TriedStrategy, add_options, compared, images, keep
 from _results import Figure, ResultFile
 from offbeat_lab.cluster import Cluster, LinkSpec
 
 TUNED_WITH = (0, 1, 2)
 LINK = Cluster(workers=4, link=LinkSpec(rate_bit_per_s=100e6))
-CONTESTANTS = (
-    Contestant(label="AllReduce", spec="allreduce", tuned_with=TUNED_WITH),
-    Contestant(
+STRATEGIES = (
+    TriedStrategy(label="AllReduce", spec="allreduce", tuned_with=TUNED_WITH),
+    TriedStrategy(
         label="GTopK at 0.01",
         spec="gtopk:density=0.01:collective=all_gather",
         tuned_with=TUNED_WITH,
     ),
-    Contestant(label="LocalSGD", spec="localsgd", tuned_with=TUNED_WITH),
-    Contestant(label="SPDKFAC", spec="spdkfac", slower={"images": 2.0}, tuned_with=TUNED_WITH),
-    Contestant(label="GTopK", spec="gtopk", in_threads=False, cluster=LINK),
-    Contestant(label="WAGMA", spec="wagma", in_threads=False),
-    Contestant(label="AdaptiveSGD", spec="adaptive", in_threads=False),
+    TriedStrategy(label="LocalSGD", spec="localsgd", tuned_with=TUNED_WITH),
+    TriedStrategy(label="SPDKFAC", spec="spdkfac", slower={"images": 2.0}, tuned_with=TUNED_WITH),
+    TriedStrategy(label="GTopK", spec="gtopk", in_threads=False, cluster=LINK),
+    TriedStrategy(label="WAGMA", spec="wagma", in_threads=False),
+    TriedStrategy(label="AdaptiveSGD", spec="adaptive", in_threads=False),
 )
-BASELINE = CONTESTANTS[0]
+BASELINE = STRATEGIES[0]
 IN_SHORT = "in short"
 IN_README = ("images", "text")
 OWN_RATE: Final = {"images": 0.05, "text": 0.003, "charlm": 0.003}
@@ -102,7 +102,7 @@ def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
 
 def in_short(found: Mapping[str, Mapping[str, Result]]) -> Iterator[Figure]:
     """What the README says of each strategy."""
-    for one in CONTESTANTS[1:]:
+    for one in STRATEGIES[1:]:
         parts = [
             text
             for case, results in found.items()
@@ -137,7 +137,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--strategies",
-        default=",".join(one.label for one in CONTESTANTS),
+        default=",".join(one.label for one in STRATEGIES),
         help="beside AllReduce; default: %(default)s",
     )
     parser.add_argument(
@@ -146,8 +146,8 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     wanted = asked.strategies.split(",")
-    if unknown := set(wanted) - {one.label for one in CONTESTANTS}:
-        raise SystemExit(f"no contestants: {', '.join(sorted(unknown))}")
+    if unknown := set(wanted) - {one.label for one in STRATEGIES}:
+        raise SystemExit(f"no strategies: {', '.join(sorted(unknown))}")
     kept = None if asked.results is None else ResultFile(asked.results / "parity.jsonl")
     runs = Runs(kept, asked.seconds, again=asked.again)
     found: dict[str, Mapping[str, Result]] = {}
@@ -158,7 +158,7 @@ def main() -> None:
     for case in cases_of(asked):
         if case.name not in tasks:
             continue
-        chosen = [one for one in CONTESTANTS if one is BASELINE or one.label in wanted]
+        chosen = [one for one in STRATEGIES if one is BASELINE or one.label in wanted]
         if asked.own_rate:
             case = replace(case, name=f"{case.name}, own rate", lrs=(OWN_RATE[case.name],))
             chosen = [replace(one, slower={}) for one in chosen]

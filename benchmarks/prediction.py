@@ -114,16 +114,15 @@ def run(
     where = f"{workers} workers, {link}{_unless_none(', late', delay)}"
     where += f", speeds {speeds}" if speeds else ""
     where += _unless_none(", padded to", step_time)
-    for contestant in comparison.contestants:
-        if contestant.failure is not None:
+    for strategy in comparison.strategies:
+        if strategy.failure is not None:
             yield Figure(
-                case=f"{where}: {contestant.label}",
+                case=f"{where}: {strategy.label}",
                 table=f"{prefix}failed",
-                value=contestant.failure,
+                value=strategy.failure,
             )
     specs_of = {
-        contestant.label: spec
-        for contestant, spec in zip(comparison.contestants, specs, strict=True)
+        strategy.label: spec for strategy, spec in zip(comparison.strategies, specs, strict=True)
     }
     for one in found.steps:
         yield from _rows(f"{where}: {specs_of[one.strategy]}", one, f"{prefix}steps")

@@ -48,10 +48,10 @@ import stragglers
 from _measure import Ratio, Row, figure_of, print_rows
 from _paired import (
     LAST,
-    Contestant,
     Result,
     Run,
     Runs,
+    TriedStrategy,
     add_options,
     compared,
     keep,
@@ -78,34 +78,34 @@ HIDING: Final = "localsgd:period=40:outer=diloco:codec=e3m0:exchange=4x9x0.5"
 """Behind a slow link the largest fragment travels for nine steps."""
 AMONG_MEMBERS, PERIOD = "localsgd:period=10:warmup=0:exchange=members", 10
 RELATIVES: Final = (
-    Contestant(label="in 8 bits", spec="allreduce:codec=linear8"),
-    Contestant(label="in 4 bits", spec="allreduce:codec=linear4"),
-    Contestant(label="signs", spec="allreduce:codec=sign", slower={"text": 4.0}),
-    Contestant(label="PowerSGD of rank 1", spec="powersgd:rank=1"),
-    Contestant(label="PowerSGD of rank 4", spec="powersgd:rank=4"),
-    Contestant(label="torch's PowerSGD of rank 1", spec="ddp-powersgd:rank=1:start_step=2"),
-    Contestant(label="torch's PowerSGD of rank 4", spec="ddp-powersgd:rank=4:start_step=2"),
-    Contestant(label="GTopK at 0.01", spec="gtopk:density=0.01:collective=all_gather"),
-    Contestant(
+    TriedStrategy(label="in 8 bits", spec="allreduce:codec=linear8"),
+    TriedStrategy(label="in 4 bits", spec="allreduce:codec=linear4"),
+    TriedStrategy(label="signs", spec="allreduce:codec=sign", slower={"text": 4.0}),
+    TriedStrategy(label="PowerSGD of rank 1", spec="powersgd:rank=1"),
+    TriedStrategy(label="PowerSGD of rank 4", spec="powersgd:rank=4"),
+    TriedStrategy(label="torch's PowerSGD of rank 1", spec="ddp-powersgd:rank=1:start_step=2"),
+    TriedStrategy(label="torch's PowerSGD of rank 4", spec="ddp-powersgd:rank=4:start_step=2"),
+    TriedStrategy(label="GTopK at 0.01", spec="gtopk:density=0.01:collective=all_gather"),
+    TriedStrategy(
         label="GTopK at 0.01, 4 bits",
         spec="gtopk:density=0.01:collective=all_gather:codec=linear4",
     ),
-    Contestant(label="DeMo", spec="demo", slower={"images": 50.0, "text": 0.25}),
-    Contestant(
+    TriedStrategy(label="DeMo", spec="demo", slower={"images": 50.0, "text": 0.25}),
+    TriedStrategy(
         label="DEF-SGD at 1/64", spec="defsgd:ratio=64", slower={"images": 2.0, "text": 0.25}
     ),
-    Contestant(
+    TriedStrategy(
         label="DEF-SGD at 1/64 by itself", spec="defsgd:ratio=64:ahead=1", slower={"images": 2.0}
     ),
-    Contestant(label="DeAR", spec="dear"),
-    Contestant(label="SparseLoCo", spec=SPARSELOCO),
-    Contestant(label="SparseLoCo of 4 steps", spec="localsgd:period=4:codec=sparseloco"),
-    Contestant(label="Streaming DiLoCo", spec=STREAMING),
-    Contestant(label="DaSGD", spec="localsgd:period=10:exchange=1x5"),
+    TriedStrategy(label="DeAR", spec="dear"),
+    TriedStrategy(label="SparseLoCo", spec=SPARSELOCO),
+    TriedStrategy(label="SparseLoCo of 4 steps", spec="localsgd:period=4:codec=sparseloco"),
+    TriedStrategy(label="Streaming DiLoCo", spec=STREAMING),
+    TriedStrategy(label="DaSGD", spec="localsgd:period=10:exchange=1x5"),
 )
 OF_ADAM: Final = (
-    Contestant(label="1-bit Adam", spec="onebitadam:freeze_step=200"),
-    Contestant(label="0/1 Adam", spec="zerooneadam"),
+    TriedStrategy(label="1-bit Adam", spec="onebitadam:freeze_step=200"),
+    TriedStrategy(label="0/1 Adam", spec="zerooneadam"),
 )
 """These train with Adam, so the text alone."""
 DDP: Final = "ddp"
@@ -114,7 +114,7 @@ STEPS_OF_AVERAGES: Final = 80
 """Four of the longest periods, of which the first is left out."""
 
 
-def step_cells(rate_bit_per_s: float, one: Contestant, out: Path) -> Iterator[Figure | Ratio]:
+def step_cells(rate_bit_per_s: float, one: TriedStrategy, out: Path) -> Iterator[Figure | Ratio]:
     """A strategy's step, beside DDP's. Where weights are averaged, so many steps that it has whole
     periods, which would take DDP too long.
     """
@@ -152,7 +152,7 @@ def step_cells(rate_bit_per_s: float, one: Contestant, out: Path) -> Iterator[Fi
 
 def measures_of(comparison: Comparison) -> dict[str, Mapping[Measure, Estimate]]:
     """By strategy's name."""
-    return {each.label.split(":")[0]: each.measures for each in comparison.contestants}
+    return {each.label.split(":")[0]: each.measures for each in comparison.strategies}
 
 
 def steps(asked: argparse.Namespace, kept: ResultFile | None) -> None:
@@ -175,14 +175,14 @@ def steps(asked: argparse.Namespace, kept: ResultFile | None) -> None:
 def bytes_a_sample(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
     """Over two periods. Batches are alike, so bytes a step are bytes a sample."""
     found = compared_steps(FAST, 40, directory, labels=(DDP, SPARSELOCO))
-    num_bytes = {one.label: one.measures["bytes_per_step"] for one in found.contestants}
+    num_bytes = {one.label: one.measures["bytes_per_step"] for one in found.strategies}
     share = (num_bytes["localsgd"].median or 0.0) / (num_bytes[DDP].median or 1.0)
     yield _goal("SparseLoCo's bytes a sample over DDP's", share, at_most=0.01)
 
 
 def hidden_share(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
     """What of the time on the wire a step does not take longer than one without an exchange."""
-    (found,) = compared_steps(SLOW, 80, directory, labels=(HIDING,)).contestants  # two periods
+    (found,) = compared_steps(SLOW, 80, directory, labels=(HIDING,)).strategies  # two periods
     step, share = found.measures["step_s"], found.measures["efficiency"]
     num_bytes = found.measures["bytes_per_step"].median
     if step.median is None or share.median is None or not num_bytes:
@@ -239,7 +239,7 @@ def seconds_to_metric(asked: argparse.Namespace, directory: Path) -> Iterator[Ro
             if lr is None:
                 continue
             processes = replace(one, in_threads=False, cluster=parity.LINK)
-            planned = Run(case=case, contestant=processes, lr=lr, seed=0).plan()
+            planned = Run(case=case, strategy=processes, lr=lr, seed=0).plan()
             record = directory / f"{case.name} {one.label}".replace("/", " of ")
             train(replace(planned, out=record), lambda progress: None)
             seen = Record(record).evaluations()

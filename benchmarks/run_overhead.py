@@ -40,7 +40,7 @@ START_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contestant:
+class Measured:
     """Those who run the script in one way.
 
     Attributes:
@@ -68,7 +68,7 @@ def commands(name: str, place: str, port: int, out: Path) -> Iterator[tuple[str,
 
 
 @contextmanager
-def contestants(name: str) -> Iterator[Mapping[str, Contestant]]:
+def ways(name: str) -> Iterator[Mapping[str, Measured]]:
     """Both, with their ranks started and waiting."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -102,7 +102,7 @@ def contestants(name: str) -> Iterator[Mapping[str, Contestant]]:
             who = " ".join(who_words)
             lines[who][int(rank_word)], parents[who] = each, int(parent)
         yield {
-            who: Contestant(lines=list(ranks.values()), supervisor=parents[who])
+            who: Measured(lines=list(ranks.values()), supervisor=parents[who])
             for who, ranks in lines.items()
         }
 
@@ -118,7 +118,7 @@ def cpu_s(process: int) -> float:
 
 def cases(name: str) -> Iterator[Row]:
     pairs = []
-    with contestants(name) as found:
+    with ways(name) as found:
         run, ddp = found[RUN], found[DDP]
         for warm in (run, ddp):
             warm.train(STEPS)

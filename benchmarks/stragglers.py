@@ -241,10 +241,10 @@ def measure(
             directory, comparison = watched(plan)
             alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
             _tell_ideal(alone, cluster)
-            for spec, contestant in zip(chunk, comparison.contestants, strict=True):
-                found[spec].failure = found[spec].failure or contestant.failure or ""
-                if contestant.failure is None:
-                    run = read_steps(Record(directory / contestant.runs[0]))
+            for spec, strategy in zip(chunk, comparison.strategies, strict=True):
+                found[spec].failure = found[spec].failure or strategy.failure or ""
+                if strategy.failure is None:
+                    run = read_steps(Record(directory / strategy.runs[0]))
                     _note(
                         found[spec],
                         spec,
@@ -452,15 +452,15 @@ class Races:
         alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
         _tell_ideal(alone, cluster)
         rows: list[Figure] = []
-        for spec, contestant in zip(specs, comparison.contestants, strict=True):
-            if contestant.failure is not None:
-                print(f"{size}, seed {seed}: {spec} failed: {contestant.failure}", file=sys.stderr)
+        for spec, strategy in zip(specs, comparison.strategies, strict=True):
+            if strategy.failure is not None:
+                print(f"{size}, seed {seed}: {spec} failed: {strategy.failure}", file=sys.stderr)
                 continue
-            settled = read_steps(Record(directory / contestant.runs[0])).settled()
+            settled = read_steps(Record(directory / strategy.runs[0])).settled()
             step_s = float(settled.duration_s.mean())
             ideal = float(alone.duration_s.mean()) / step_s
-            found = contestant.measures
-            evaluations = Record(directory / contestant.runs[0]).evaluations()
+            found = strategy.measures
+            evaluations = Record(directory / strategy.runs[0]).evaluations()
             cell = partial(
                 Figure, table=f"to the target, {size}, all runs", case=f"{spec}, seed {seed}"
             )
@@ -472,7 +472,7 @@ class Races:
                 cell(column="accuracy", value=found["final_metric"].median, decimals=4),
                 cell(
                     column="of a processor, ms",
-                    value=processors.ms_per_step(contestant.label),
+                    value=processors.ms_per_step(strategy.label),
                     decimals=1,
                 ),
                 cell(

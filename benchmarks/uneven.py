@@ -252,10 +252,10 @@ def measure(
     )
     plan = plan_comparison(request, out=keep / f"{situation}-{where.seed}")
     directory, comparison = watched(plan)
-    for contestant in comparison.contestants:
-        if contestant.failure is not None:
-            raise SystemExit(f"{contestant.label} failed: {contestant.failure}")
-    runs = zip(specs, comparison.contestants, strict=True)
+    for strategy in comparison.strategies:
+        if strategy.failure is not None:
+            raise SystemExit(f"{strategy.label} failed: {strategy.failure}")
+    runs = zip(specs, comparison.strategies, strict=True)
     return {label: Record(directory / c.runs[0]) for label, c in runs}, Record(
         directory / f"runs/alone-seed-{where.seed}"
     )
@@ -503,19 +503,19 @@ def race(
     directory, comparison = _compared(request, keep / title.replace(", ", "-"))
     if comparison.status != "finished":
         raise SystemExit(f"{title}: the comparison was {comparison.status}")
-    places = dict(zip(racers, comparison.contestants, strict=True))
+    places = dict(zip(racers, comparison.strategies, strict=True))
     final = places[BASELINE].measures.get("final_metric", estimate([])).median
     alone = {seed: directory / f"runs/alone-seed-{seed}" for seed in seeds}
     if final is not None:
         with_target = comparison.model_copy(update={"target": TARGET * final})
         comparison = analyse_records(directory, with_target, alone)
-    for label, contestant in zip(racers, comparison.contestants, strict=True):
-        if contestant.failure is not None:
-            print(f"{title}: {label} failed: {contestant.failure}", file=sys.stderr)
+    for label, strategy in zip(racers, comparison.strategies, strict=True):
+        if strategy.failure is not None:
+            print(f"{title}: {label} failed: {strategy.failure}", file=sys.stderr)
             continue
         if later and label not in later:
             continue
-        measures = contestant.measures
+        measures = strategy.measures
         cell = partial(Figure, table=title, case=label)
         ideal = measures.get("efficiency", estimate([]))
         steps_to, time_to = measures["steps_to_target"], measures["time_to_target_s"]
@@ -528,11 +528,11 @@ def race(
     targets = {} if final is None else {share: share * final for share in more_targets}
     for share, target in targets.items():
         with_target = comparison.model_copy(update={"target": target})
-        for label, contestant in zip(
-            racers, analyse_records(directory, with_target, alone).contestants, strict=True
+        for label, strategy in zip(
+            racers, analyse_records(directory, with_target, alone).strategies, strict=True
         ):
-            if contestant.failure is None and (not later or label in later):
-                measures = contestant.measures
+            if strategy.failure is None and (not later or label in later):
+                measures = strategy.measures
                 cell = partial(Figure, table=title, case=label)
                 steps_to, time_to = measures["steps_to_target"], measures["time_to_target_s"]
                 yield cell(column=f"steps to {share:.0%}", value=_known(steps_to), decimals=0)
@@ -547,12 +547,12 @@ def race(
         target=None if final is None else TARGET * final,
     )
     _, comparison = _compared(one, keep / f"{title.replace(', ', '-')}-one")
-    (contestant,) = comparison.contestants
-    if contestant.failure is not None:
-        print(f"{title}: one worker failed: {contestant.failure}", file=sys.stderr)
+    (strategy,) = comparison.strategies
+    if strategy.failure is not None:
+        print(f"{title}: one worker failed: {strategy.failure}", file=sys.stderr)
         return
     cell = partial(Figure, table=title, case="one worker, batches of all")
-    measures = contestant.measures
+    measures = strategy.measures
     if "steps_to_target" in measures:
         steps_to = measures["steps_to_target"]
         yield cell(column="steps to the target", value=_known(steps_to), decimals=0)

@@ -208,11 +208,11 @@ class Runs:
         name = self._name(spec, seed)
         plan = plan_comparison(request, out=self._keep / name.replace(", ", "-").replace(" ", "-"))
         directory, comparison = watched(plan)
-        (contestant,) = comparison.contestants
-        if contestant.failure is not None:
-            print(f"{name} failed: {contestant.failure}", file=sys.stderr)
+        (strategy,) = comparison.strategies
+        if strategy.failure is not None:
+            print(f"{name} failed: {strategy.failure}", file=sys.stderr)
             return
-        seen = Record(directory / contestant.runs[0]).evaluations()
+        seen = Record(directory / strategy.runs[0]).evaluations()
         print(f"{name}: {seen[-1].metric:.4f}", file=sys.stderr)
         self._metrics[name] = tuple(one.metric for one in seen)
         yield Figure(

@@ -17,7 +17,7 @@ import torch
 
 import _benchmarks  # noqa: F401
 from _measure import Ratio, print_rows
-from _paired import Case, Contestant, Runs, add_options, compared, keep
+from _paired import Case, Runs, TriedStrategy, add_options, compared, keep
 from _results import ResultFile
 
 CASE = Case(
@@ -31,7 +31,7 @@ CASE = Case(
     unit="points",
 )
 AMONG = tuple(
-    Contestant(
+    TriedStrategy(
         label=codec,
         spec=f"spdkfac:factor_interval=1:inverse_interval=5:factor_codec={codec}",
         workers=2,

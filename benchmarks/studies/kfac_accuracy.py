@@ -1,10 +1,10 @@
 """How long SPD-KFAC takes to a target, against SGD with momentum, AdamW and Muon: one process, one
 thread, seconds without measuring.
 
-1. Each contestant has six trials of its own, a grid, with seed 0. The target is the best that any
+1. Each strategy has six trials of its own, a grid, with seed 0. The target is the best that any
    trial of the others has reached after 90% of the steps; the trial that gets there in the fewest
-   seconds is the contestant's setting, or the one that ends best where none gets there.
-2. With other seeds, three unless `--seeds` says otherwise, all contestants train by turns, a few
+   seconds is the strategy's setting, or the one that ends best where none gets there.
+2. With other seeds, three unless `--seeds` says otherwise, all strategies train by turns, a few
    steps at a time, from the same parameters and with the same samples in the same order. The target
    is what the best of the others has reached after 90% of the steps, as a mean over the seeds.
 
@@ -81,7 +81,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One task, with the trials of each contestant. In the `steps` of a run the metric is measured
+    """One task, with the trials of each strategy. In the `steps` of a run the metric is measured
     `measurements` times.
     """
 
@@ -270,7 +270,7 @@ def curves_of(
 
 
 def tune(case: Case, kept: Path | None) -> dict[str, Trial]:
-    """The best trial of each contestant."""
+    """The best trial of each strategy."""
     curves = {
         name: [curves_of(case, {"": trial}, seed=TUNED_WITH, kept=kept)[""] for trial in trials]
         for name, trials in case.trials.items()

@@ -26,7 +26,7 @@ import torch
 
 import _benchmarks  # noqa: F401
 from _measure import Ratio, Row, print_rows
-from _paired import Contestant, Runs, add_options, compared, images, keep
+from _paired import Runs, TriedStrategy, add_options, compared, images, keep
 from _results import ResultFile
 
 UNION = "gtopk:collective=all_gather:density=0.01"
@@ -59,7 +59,7 @@ SPECS |= {
     "density 0.07, 100 steps at 1": AFFORDABLE,
     "density 0.07, 100 steps at 1, then 0.35 and 0.18": f"{AFFORDABLE}+0.35x50+0.18x50",
 }
-VARIANTS = tuple(Contestant(label=name, spec=spec) for name, spec in SPECS.items())
+VARIANTS = tuple(TriedStrategy(label=name, spec=spec) for name, spec in SPECS.items())
 
 
 def main() -> None:

@@ -21,27 +21,29 @@ import numpy as np
 import torch
 
 import _benchmarks  # noqa: F401
-from _paired import Case, Contestant, Run, Runs, add_options, images, keep
+from _paired import Case, Run, Runs, TriedStrategy, add_options, images, keep
 from _results import Figure, ResultFile
 
 LENGTHS = (0.7, 1.0, 1.4)
-ALLREDUCE = Contestant(label="AllReduce", spec="allreduce")
+ALLREDUCE = TriedStrategy(label="AllReduce", spec="allreduce")
 STRATEGIES = (
-    Contestant(label="GTopK, what any rank sent", spec="gtopk:density=0.01:collective=all_gather"),
-    Contestant(label="GTopK, k of the sum", spec="gtopk:density=0.01:collective=reduce_scatter"),
-    Contestant(label="PowerSGD", spec="powersgd"),
-    Contestant(label="LocalSGD", spec="localsgd"),
-    Contestant(label="LocalSGD, 4 bits", spec="localsgd:codec=linear4:warmup=0"),
-    Contestant(label="LocalSGD, 4 bits, growing period", spec="localsgd:codec=linear4"),
-    Contestant(
+    TriedStrategy(
+        label="GTopK, what any rank sent", spec="gtopk:density=0.01:collective=all_gather"
+    ),
+    TriedStrategy(label="GTopK, k of the sum", spec="gtopk:density=0.01:collective=reduce_scatter"),
+    TriedStrategy(label="PowerSGD", spec="powersgd"),
+    TriedStrategy(label="LocalSGD", spec="localsgd"),
+    TriedStrategy(label="LocalSGD, 4 bits", spec="localsgd:codec=linear4:warmup=0"),
+    TriedStrategy(label="LocalSGD, 4 bits, growing period", spec="localsgd:codec=linear4"),
+    TriedStrategy(
         label="LocalSGD, 4 bits, growing period, states averaged",
         spec="localsgd:codec=linear4:optimizer_state=averaged",
     ),
     # Its ranks are processes, whose averages come beside training.
-    Contestant(label="WAGMA", spec="wagma", in_threads=False),
-    Contestant(label="WAGMA, 4 bits", spec="wagma:values=e3m0", in_threads=False),
-    Contestant(label="WAGMA, every 2nd step", spec="wagma:interval=2", in_threads=False),
-    Contestant(label="WAGMA, every 5th step", spec="wagma:interval=5", in_threads=False),
+    TriedStrategy(label="WAGMA", spec="wagma", in_threads=False),
+    TriedStrategy(label="WAGMA, 4 bits", spec="wagma:values=e3m0", in_threads=False),
+    TriedStrategy(label="WAGMA, every 2nd step", spec="wagma:interval=2", in_threads=False),
+    TriedStrategy(label="WAGMA, every 5th step", spec="wagma:interval=5", in_threads=False),
 )
 TABLE = "steps to equal"
 
@@ -66,9 +68,9 @@ def cases_of(images_path: Path, text: Path) -> Iterator[Case]:
     )
 
 
-def metrics(case: Case, contestant: Contestant, runs: Runs, seeds: int) -> list[float | None]:
+def metrics(case: Case, strategy: TriedStrategy, runs: Runs, seeds: int) -> list[float | None]:
     return [
-        runs.metric(Run(case=case, contestant=contestant, lr=case.lrs[0], seed=seed))
+        runs.metric(Run(case=case, strategy=strategy, lr=case.lrs[0], seed=seed))
         for seed in range(seeds)
     ]
 
@@ -93,9 +95,9 @@ def rows_of_case(case: Case, runs: Runs, seeds: int) -> Iterator[Figure]:
         named = replace(case, steps=steps, name=f"{case.name}, {steps} steps")
         by_length[steps] = metrics(named, ALLREDUCE, runs, seeds)
     named = replace(case, name=f"{case.name}, {case.steps} steps")
-    for contestant in STRATEGIES:
+    for strategy in STRATEGIES:
         factors = []
-        for seed, metric in enumerate(metrics(named, contestant, runs, seeds)):
+        for seed, metric in enumerate(metrics(named, strategy, runs, seeds)):
             curve = {steps: found[seed] for steps, found in by_length.items()}
             if metric is not None and None not in curve.values():
                 known = {steps: value for steps, value in curve.items() if value is not None}
@@ -104,7 +106,7 @@ def rows_of_case(case: Case, runs: Runs, seeds: int) -> Iterator[Figure]:
             spread = float(np.std(factors)) if len(factors) > 1 else 0.0
             yield Figure(
                 table=TABLE,
-                case=contestant.label,
+                case=strategy.label,
                 column=case.name,
                 value=float(np.mean(factors)),
                 interval=(min(factors), max(factors)) if spread else None,

@@ -2,7 +2,7 @@
 and against one device.
 
 Task `xmc` on four workers, two of them half as fast; padded steps, a link of 1 Gbit/s imitated in
-user space, or none with `--mbit-per-s inf`. Contestants see the same samples in the same order,
+user space, or none with `--mbit-per-s inf`. Strategies see the same samples in the same order,
 each with the learning rate of its own that gets it to the target first with the first seed (`one`:
 furthest):
 
@@ -55,7 +55,7 @@ BATCH = 16
 STEP_S = 0.02
 LATENCY_S = 1e-4
 TARGET = 0.95
-CONTESTANTS = ("adaptive", "ddp", "tuned", "one")
+STRATEGIES = ("adaptive", "ddp", "tuned", "one")
 Curve = Sequence[tuple[float, float]]
 """Seconds of training and the metric, as often as it was measured; the first before training."""
 
@@ -81,8 +81,8 @@ class Asked:
     rate_bit_per_s: float
 
 
-def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, seed: int) -> Curve:
-    """One run of one contestant, as a rank of it."""
+def train(rank: int, world_size: int, strategy: str, asked: Asked, lr: float, seed: int) -> Curve:
+    """One run of one strategy, as a rank of it."""
     speeds = SPEEDS[:world_size]
     task = build_task(
         "xmc", {**asked.paths, "optimizer": asked.optimizer, "lr": lr, "batch_size": BATCH}
@@ -93,12 +93,10 @@ def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, 
     step_time = StepTimeEmulator(
         Cluster(workers=world_size, speeds=speeds, step_s=step_s), rank, by_sleeping=False
     )
-    adaptive = contestant == "adaptive"
-    strategy = offbeat.AdaptiveSGD(mega_batch=asked.mega_batch) if adaptive else offbeat.AllReduce()
+    adaptive = strategy == "adaptive"
+    trained = offbeat.AdaptiveSGD(mega_batch=asked.mega_batch) if adaptive else offbeat.AllReduce()
     sizes = (
-        _tuned(speeds)
-        if contestant == "tuned"
-        else [BATCH * len(SPEEDS) // world_size] * world_size
+        _tuned(speeds) if strategy == "tuned" else [BATCH * len(SPEEDS) // world_size] * world_size
     )
 
     def collate(samples: list[int]) -> Batch:
@@ -112,7 +110,7 @@ def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, 
             else driver
         )
 
-    with attach_through(slow, model, optimizer, strategy) as session:
+    with attach_through(slow, model, optimizer, trained) as session:
         loader = session.loader(
             range(task.num_samples),
             seed=seed,
@@ -143,10 +141,10 @@ def _tuned(speeds: Sequence[float]) -> list[int]:
     return [round(BATCH * len(speeds) * speed / sum(speeds)) for speed in speeds]
 
 
-def run(contestant: str, asked: Asked, lr: float, seed: int) -> Curve:
-    curve = run_ranks(train, 1 if contestant == "one" else len(SPEEDS), contestant, asked, lr, seed)
+def run(strategy: str, asked: Asked, lr: float, seed: int) -> Curve:
+    curve = run_ranks(train, 1 if strategy == "one" else len(SPEEDS), strategy, asked, lr, seed)
     print(
-        f"{contestant}, lr {lr:g}, seed {seed}: {curve[-1][0]:.1f} s, at best {best_of(curve):.4f}",
+        f"{strategy}, lr {lr:g}, seed {seed}: {curve[-1][0]:.1f} s, at best {best_of(curve):.4f}",
         file=sys.stderr,
         flush=True,
     )
@@ -173,7 +171,7 @@ def first_to(curves: Mapping[float, Curve], target: float) -> float:
 
 
 def cases(asked: Asked, lrs: Sequence[float], seeds: Sequence[int]) -> Iterator[Row]:
-    trials = {name: {lr: run(name, asked, lr, seeds[0]) for lr in lrs} for name in CONTESTANTS}
+    trials = {name: {lr: run(name, asked, lr, seeds[0]) for lr in lrs} for name in STRATEGIES}
     rates = {"one": max(lrs, key=lambda lr: best_of(trials["one"][lr]))}
 
     def curves_of(name: str) -> list[Curve]:
@@ -184,7 +182,7 @@ def cases(asked: Asked, lrs: Sequence[float], seeds: Sequence[int]) -> Iterator[
 
     curves = {"one": curves_of("one")}
     target = TARGET * float(np.mean([best_of(curve) for curve in curves["one"]]))
-    for name in CONTESTANTS[:-1]:
+    for name in STRATEGIES[:-1]:
         rates[name] = first_to(trials[name], target)
         curves[name] = curves_of(name)
     best = {name: [best_of(curve) for curve in those] for name, those in curves.items()}
@@ -219,9 +217,9 @@ def figures(
     best: Mapping[str, Sequence[float]],
     times: Mapping[str, Sequence[float]],
 ) -> Iterator[Figure]:
-    """What the page shows of each contestant. Nobody looks at the time of one device."""
-    for name in CONTESTANTS:
-        cell = partial(Figure, table="contestants", case=name)
+    """What the page shows of each strategy. Nobody looks at the time of one device."""
+    for name in STRATEGIES:
+        cell = partial(Figure, table="strategies", case=name)
         yield cell(column="learning rate", value=rates[name])
         yield cell(column="best precision, by seed", value=tuple(best[name]), decimals=4)
         if name != "one":

@@ -77,7 +77,7 @@ class _ModelsMerged(offbeat.AdaptiveSGD):
         return _ModelsMergedPlan(**{each.name: getattr(plan, each.name) for each in fields(plan)})
 
 
-def contestants(mega_batch: int) -> Mapping[str, Strategy]:
+def strategies(mega_batch: int) -> Mapping[str, Strategy]:
     return {
         "AllReduce": offbeat.AllReduce(),
         "models merged first": _ModelsMerged(mega_batch=mega_batch),
@@ -272,7 +272,7 @@ def cases(
 ) -> Iterator[Row]:
     task = build_task("xmc", {**paths, "batch_size": BATCH})
     curves: dict[str, list[Curve]] = {}
-    for label, strategy in contestants(mega_batch).items():
+    for label, strategy in strategies(mega_batch).items():
         curves[label] = []
         for seed in seeds:
             curves[label].append(train(strategy, task, seed=seed, epochs=epochs))

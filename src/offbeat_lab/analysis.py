@@ -41,14 +41,14 @@ def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) 
 
     Args:
         directory: the comparison's.
-        comparison: with contestants that have run, and failures noted.
+        comparison: with strategies that have run, and failures noted.
         alone: by seed, the run in which the workers exchanged nothing; where it is missing there is
             no efficiency.
     """
     runs = {
-        contestant.label: [_read(directory / path) for path in contestant.runs]
-        for contestant in comparison.contestants
-        if contestant.failure is None
+        strategy.label: [_read(directory / path) for path in strategy.runs]
+        for strategy in comparison.strategies
+        if strategy.failure is None
     }
     target = (
         comparison.target
@@ -60,23 +60,23 @@ def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) 
         for seed, path in alone.items()
         if (run := _read(path)) is not None
     }
-    contestants = [
-        contestant.model_copy(
+    strategies = [
+        strategy.model_copy(
             update={
-                "measures": _measures(runs[contestant.label], comparison, target, ceiling),
-                **_lateness(runs[contestant.label]),
-                "notices": _notices(runs[contestant.label], comparison.seeds),
+                "measures": _measures(runs[strategy.label], comparison, target, ceiling),
+                **_lateness(runs[strategy.label]),
+                "notices": _notices(runs[strategy.label], comparison.seeds),
             }
         )
-        if contestant.label in runs
-        else contestant
-        for contestant in comparison.contestants
+        if strategy.label in runs
+        else strategy
+        for strategy in comparison.strategies
     ]
     # A script may have come to its end before it was to be stopped.
     done = [run.summary.steps for of in runs.values() for run in of if run is not None]
     analysed = comparison.model_copy(
         update={
-            "contestants": contestants,
+            "strategies": strategies,
             "target": target,
             "steps": min(comparison.steps, max(done, default=comparison.steps)),
         }
@@ -233,8 +233,8 @@ def _notices(runs: Sequence[AnalysedRun | None], seeds: Sequence[int]) -> list[s
 def _differences(
     comparison: Comparison, samples: Mapping[str, Sequence[float]]
 ) -> list[Difference]:
-    """Every pair of contestants, by the time to the target and by the time of a step."""
-    able = [contestant for contestant in comparison.contestants if contestant.label in samples]
+    """Every pair of strategies, by the time to the target and by the time of a step."""
+    able = [strategy for strategy in comparison.strategies if strategy.label in samples]
     found = []
     for place, a in enumerate(able):
         for b in able[place + 1 :]:
@@ -273,10 +273,10 @@ def ranking(comparison: Comparison, measure: Measure) -> list[ComparedStrategy]:
     """Those that have a median of `measure`, the least first."""
     able = [
         c
-        for c in comparison.contestants
+        for c in comparison.strategies
         if measure in c.measures and c.measures[measure].median is not None
     ]
-    return sorted(able, key=lambda contestant: contestant.measures[measure].median or 0.0)
+    return sorted(able, key=lambda strategy: strategy.measures[measure].median or 0.0)
 
 
 def winner(comparison: Comparison) -> ComparedStrategy | None:
@@ -357,7 +357,7 @@ def _step_verdict(comparison: Comparison, *, said: str | None = None) -> str:
     if not order:
         return "No strategy finished."
     if len(order) == 1:
-        only = "Only " if len(comparison.contestants) > 1 else ""
+        only = "Only " if len(comparison.strategies) > 1 else ""
         return f"{only}{order[0].label} finished: {_seconds(order[0], 'step_s')} a step."
     first, second = order[0], order[1]
     difference = between(comparison, "step_s", second.label, first.label)
@@ -380,7 +380,7 @@ def findings(comparison: Comparison) -> list[str]:
     who is slow.
     """
     found = [
-        f"{c.label} failed: {c.failure}" for c in comparison.contestants if c.failure is not None
+        f"{c.label} failed: {c.failure}" for c in comparison.strategies if c.failure is not None
     ]
     order = ranking(comparison, "step_s")
     found += _next_best(comparison)
@@ -388,21 +388,21 @@ def findings(comparison: Comparison) -> list[str]:
         (c for name in ("ddp", "allreduce") for c in order if c.strategy == name), None
     )
     if reference is not None:
-        for contestant in order:
-            difference = between(comparison, "step_s", reference.label, contestant.label)
-            if contestant is not reference and difference is not None:
-                found.append(_against(reference, contestant, difference))
+        for strategy in order:
+            difference = between(comparison, "step_s", reference.label, strategy.label)
+            if strategy is not reference and difference is not None:
+                found.append(_against(reference, strategy, difference))
     found += _metric_gaps(comparison)
     if comparison.target is not None:
-        for contestant in comparison.contestants:
+        for strategy in comparison.strategies:
             missed = (
-                sum(value is None for value in contestant.measures["time_to_target_s"].values)
-                if contestant.measures
+                sum(value is None for value in strategy.measures["time_to_target_s"].values)
+                if strategy.measures
                 else 0
             )
             if missed:
-                runs = f"{missed} of its {len(contestant.runs)} runs"
-                found.append(f"{contestant.label} did not reach {comparison.target:.4g} in {runs}.")
+                runs = f"{missed} of its {len(strategy.runs)} runs"
+                found.append(f"{strategy.label} did not reach {comparison.target:.4g} in {runs}.")
     return found + _above_the_ideal(comparison) + _slow_worker(order)
 
 
@@ -424,10 +424,10 @@ def _next_best(comparison: Comparison) -> list[str]:
 
 
 def _against(
-    reference: ComparedStrategy, contestant: ComparedStrategy, difference: Difference
+    reference: ComparedStrategy, strategy: ComparedStrategy, difference: Difference
 ) -> str:
     steps = (
-        f"{contestant.label} takes {_seconds(contestant, 'step_s')} a step, {reference.label}"
+        f"{strategy.label} takes {_seconds(strategy, 'step_s')} a step, {reference.label}"
         f" {_seconds(reference, 'step_s')}"
     )
     if not difference.decided:
@@ -440,21 +440,21 @@ def _against(
 def _metric_gaps(comparison: Comparison) -> list[str]:
     """By how much final metrics differ from the dense ones at equal steps, seed by seed."""
     reference = next(
-        (c for c in comparison.contestants if c.strategy in ("ddp", "allreduce") and c.measures),
+        (c for c in comparison.strategies if c.strategy in ("ddp", "allreduce") and c.measures),
         None,
     )
     if reference is None or not (base := reference.measures["final_metric"]).median:
         return []
     name = comparison.metric_name.replace("_", " ")
     gaps = []
-    for contestant in comparison.contestants:
-        metric = contestant.measures["final_metric"] if contestant.measures else None
-        if contestant is reference or metric is None or metric.median is None:
+    for strategy in comparison.strategies:
+        metric = strategy.measures["final_metric"] if strategy.measures else None
+        if strategy is reference or metric is None or metric.median is None:
             continue
         pairs = zip(metric.values, base.values, strict=True)
         gap = estimate([None if x is None or y is None else x - y for x, y in pairs], signed=True)
         gaps.append(
-            f"After {comparison.steps} steps {contestant.label} has {name}"
+            f"After {comparison.steps} steps {strategy.label} has {name}"
             f" {write(metric.median, NUMBER)}, {reference.label} {write(base.median, NUMBER)}:"
             f" {_gap_text(gap, higher_is_better=comparison.higher_is_better)}."
         )
@@ -479,10 +479,10 @@ def _gap_text(gap: Estimate, *, higher_is_better: bool) -> str:
 def _above_the_ideal(comparison: Comparison) -> list[str]:
     """Why a strategy can be faster than workers that exchange nothing."""
     above = [
-        f"{contestant.label} at {write(part, SHARE)}"
-        for contestant in comparison.contestants
-        if "efficiency" in contestant.measures
-        and (part := contestant.measures["efficiency"].median or 0.0) > 1
+        f"{strategy.label} at {write(part, SHARE)}"
+        for strategy in comparison.strategies
+        if "efficiency" in strategy.measures
+        and (part := strategy.measures["efficiency"].median or 0.0) > 1
     ]
     if not above:
         return []
@@ -495,14 +495,14 @@ def _above_the_ideal(comparison: Comparison) -> list[str]:
 
 def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
     """The worker that its peers wait for, and how long under the first strategy that says so."""
-    waiting = [contestant for contestant in order if contestant.lateness_s]
-    slow = slow_worker_of(contestant.slow_worker for contestant in waiting)
+    waiting = [strategy for strategy in order if strategy.lateness_s]
+    slow = slow_worker_of(strategy.slow_worker for strategy in waiting)
     if slow is None:
         return []
-    contestant = next(contestant for contestant in waiting if contestant.slow_worker == slow)
-    lag = write(contestant.lateness_s[slow], SECONDS)
+    strategy = next(strategy for strategy in waiting if strategy.slow_worker == slow)
+    lag = write(strategy.lateness_s[slow], SECONDS)
     return [
-        f"Worker {slow} is the slow one: under {contestant.label} it comes to the exchange {lag}"
+        f"Worker {slow} is the slow one: under {strategy.label} it comes to the exchange {lag}"
         " after the first worker on average."
     ]
 
@@ -514,11 +514,11 @@ def _undecided(
     wide spread the first may be as fast as two others of which one is faster than the other.
     """
     equals: list[ComparedStrategy] = []
-    for contestant in order:
-        apart = (between(comparison, measure, contestant.label, ahead.label) for ahead in equals)
+    for strategy in order:
+        apart = (between(comparison, measure, strategy.label, ahead.label) for ahead in equals)
         if not any(difference is not None and difference.decided for difference in apart):
-            equals.append(contestant)
-    return [contestant.label for contestant in equals]
+            equals.append(strategy)
+    return [strategy.label for strategy in equals]
 
 
 def _turned(difference: Difference) -> Difference:
@@ -545,8 +545,8 @@ def _times(difference: Difference) -> str:
     return f"{times} ({write(difference.low, RATIO)} to {write(difference.high, RATIO)})"
 
 
-def _seconds(contestant: ComparedStrategy, measure: Measure) -> str:
-    return write(contestant.measures[measure].median, MEASURES[measure].unit)
+def _seconds(strategy: ComparedStrategy, measure: Measure) -> str:
+    return write(strategy.measures[measure].median, MEASURES[measure].unit)
 
 
 def _listed(labels: Sequence[str]) -> str:

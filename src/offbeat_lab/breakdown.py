@@ -271,7 +271,7 @@ _TOGETHER = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lateness:
-    """How late workers were, over all runs of a contestant, the first steps left out.
+    """How late workers were, over all runs of a strategy, the first steps left out.
 
     Attributes:
         mean_s: shape (workers,), mean time after the first one.
@@ -299,11 +299,11 @@ class Lateness:
 
 
 def slow_worker_of(named: Iterable[int | None]) -> int | None:
-    """The slow worker of several contestants on one cluster: the one that is slow under at least
+    """The slow worker of several strategies on one cluster: the one that is slow under at least
     half of them, of several such the lowest.
 
     Args:
-        named: the slow worker, or None, under each contestant whose workers wait for each other.
+        named: the slow worker, or None, under each strategy whose workers wait for each other.
     """
     of_each = list(named)
     votes = Counter(worker for worker in of_each if worker is not None)

@@ -88,7 +88,7 @@ class ComparePlan:
     """A checked comparison that has touched nothing yet."""
 
     request: CompareRequest
-    contestants: Sequence[ComparedStrategy]
+    strategies: Sequence[ComparedStrategy]
     configs: Sequence[RunConfig]
     steps: int
     num_parameters: int
@@ -112,11 +112,11 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
         records.check_free(out)
     specs = [parse_spec(text) for text in request.strategies]
     labels = _labels(specs)
-    contestants, configs = [], []
+    strategies, configs = [], []
     for label, (name, options) in zip(labels, specs, strict=True):
         config = _config(request, name, options)
         file_label = re.sub(r"[^\w.=-]", "-", label)
-        contestants.append(
+        strategies.append(
             ComparedStrategy(
                 label=label,
                 strategy=name,
@@ -147,11 +147,11 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
     num_parameters = 0 if task is None else task.num_parameters()
     return ComparePlan(
         request=request,
-        contestants=contestants,
+        strategies=strategies,
         configs=configs,
         steps=steps,
         num_parameters=num_parameters,
-        at_once=num_runs_that_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
+        at_once=num_runs_that_fit(len(strategies) + 1, request.cluster.workers, num_parameters),
         out=out,
     )
 
@@ -323,9 +323,9 @@ class InterleavedRuns:
         """All runs of one seed, as many at a time as fit."""
         plan = self.plan
         runs = [
-            (contestant.label, self.directory / contestant.runs[place], replace(config, seed=seed))
-            for contestant, config in zip(plan.contestants, plan.configs, strict=True)
-            if contestant.label not in self.failures
+            (strategy.label, self.directory / strategy.runs[place], replace(config, seed=seed))
+            for strategy, config in zip(plan.strategies, plan.configs, strict=True)
+            if strategy.label not in self.failures
         ]
         first = place % len(runs) if runs else 0
         runs = runs[first:] + runs[:first]
@@ -454,7 +454,7 @@ def run_comparison(
         comparison = _begin(plan, emulation, command)
         write_comparison(directory, comparison)
         listener.begin(
-            [c.label for c in plan.contestants],
+            [c.label for c in plan.strategies],
             request.cluster.workers,
             len(request.seeds),
             plan.steps,
@@ -472,13 +472,13 @@ def run_comparison(
             with suppress(OffbeatError):
                 write_comparison(directory, comparison.model_copy(update={"status": "stopped"}))
             raise
-    contestants = [
-        c.model_copy(update={"failure": runs.failures.get(c.label)}) for c in comparison.contestants
+    strategies = [
+        c.model_copy(update={"failure": runs.failures.get(c.label)}) for c in comparison.strategies
     ]
     if interrupted.count:
-        comparison = comparison.model_copy(update={"status": "stopped", "contestants": contestants})
+        comparison = comparison.model_copy(update={"status": "stopped", "strategies": strategies})
     else:
-        comparison = comparison.model_copy(update={"contestants": contestants})
+        comparison = comparison.model_copy(update={"strategies": strategies})
         if plan.request.script is not None:
             comparison = _with_metric_of_runs(directory, comparison)
         comparison = analyse(directory, comparison, runs.alone)
@@ -491,9 +491,9 @@ def _with_metric_of_runs(directory: Path, comparison: Comparison) -> Comparison:
     """`comparison` with what only the runs of a script tell: its metric and its model's size."""
     summaries = (
         Record(directory / run).summary()
-        for contestant in comparison.contestants
-        if contestant.failure is None
-        for run in contestant.runs
+        for strategy in comparison.strategies
+        if strategy.failure is None
+        for run in strategy.runs
     )
     summary = next(filter(None, summaries), None)
     if summary is None:
@@ -511,7 +511,7 @@ def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
     request, config = plan.request, plan.configs[0]
     task = None if config.script is not None else task_of(config)
     report = emulation.report
-    together = len(plan.contestants) + 1
+    together = len(plan.strategies) + 1
     if plan.at_once < together:
         notice = (
             f"{plan.at_once} of {together} runs fit into memory at a time, so not all strategies"
@@ -535,7 +535,7 @@ def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
         cluster=request.cluster,
         emulation=report,
         environment=cast(dict[str, JsonValue], records.environment() | _machine()),
-        contestants=list(plan.contestants),
+        strategies=list(plan.strategies),
     )
 
 

@@ -18,7 +18,7 @@ from offbeat_lab.cluster import Cluster
 from offbeat_lab.records import EmulationReport, check_numbers
 from offbeat_lab.statistics import Estimate, Ratio
 
-SCHEMA = 1
+SCHEMA = 2
 KIND = "offbeat comparison"
 FILE = "comparison.json"
 
@@ -83,7 +83,7 @@ class ComparedStrategy(BaseModel):
 
 
 class Difference(Ratio):
-    """How many times larger `measure` is for contestant `a` than for `b`."""
+    """How many times larger `measure` is for strategy `a` than for `b`."""
 
     measure: Measure
     a: str
@@ -113,7 +113,7 @@ class Comparison(BaseModel):
     cluster: Cluster
     emulation: EmulationReport
     environment: dict[str, JsonValue]
-    contestants: list[ComparedStrategy]
+    strategies: list[ComparedStrategy]
     differences: list[Difference] = []
     verdict: str = ""
     findings: list[str] = []

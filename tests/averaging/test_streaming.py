@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -90,6 +91,29 @@ def test_in_few_bits_ranks_end_near_those_of_whole_changes() -> None:
     for one, other in zip(whole[0], coded[0], strict=True):
         assert not torch.equal(one, other)
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+def test_answers_leave_while_an_average_travels() -> None:
+    """What an owner sends of a sum in few bits is made of what it gets. If it left at the merge
+    only, half of the exchange would be waited for.
+    """
+    strategy = offbeat.LocalSGD(period=6, warmup=0, exchange="1x4", codec="linear4")
+    together = threading.Barrier(RANKS)
+
+    def job(driver: ThreadDriver) -> list[int]:
+        model, sent = make_model(), list[int]()
+        optimizer = sgd(model)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(9):
+                step_of(model, optimizer, driver.rank, step)
+                sent.append(session.stats.messages_sent)
+                together.wait(60)
+        return sent
+
+    for sent in results_of(RANKS, job):
+        local, launched, *later = (number - sent[0] for number in sent[4:])
+        assert (local, launched) == (0, RANKS - 1)
+        assert later == [2 * (RANKS - 1)] * 3
 
 
 def test_the_mean_of_all_ranks_moves_by_nothing_but_their_steps() -> None:

@@ -168,7 +168,7 @@ def promise(fault: Fault, strategy: Strategy, limit_s: float) -> Promise:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contestant:
+class FaultyStrategy:
     """A strategy of the matrix, and an option in which one rank may differ; without one it has
     another strategy.
     """
@@ -185,41 +185,43 @@ _KFAC: dict[str, Any] = {"factor_interval": 2, "inverse_interval": 4}
 _DAMPING = {"damping": 0.02}
 
 STRATEGIES: Final = {
-    "AllReduce": Contestant(
+    "AllReduce": FaultyStrategy(
         strategy=lent(offbeat.AllReduce(), bucket_mib=1e-3), other={"codec": "sign"}
     ),
-    "DeAR": Contestant(strategy=lent(offbeat.DeAR(), bucket_mib=1e-3)),
-    "TopK": Contestant(strategy=offbeat.TopK(density=0.1), other={"density": 0.2}),
-    "GTopK": Contestant(
+    "DeAR": FaultyStrategy(strategy=lent(offbeat.DeAR(), bucket_mib=1e-3)),
+    "TopK": FaultyStrategy(strategy=offbeat.TopK(density=0.1), other={"density": 0.2}),
+    "GTopK": FaultyStrategy(
         strategy=offbeat.GTopK(density=0.1, collective="reduce_scatter"), other={"density": 0.2}
     ),
-    "GTopK, dense": Contestant(
+    "GTopK, dense": FaultyStrategy(
         strategy=offbeat.GTopK(density=0.1, collective="dense"), other={"density": 0.2}
     ),
-    "LocalSGD": Contestant(strategy=offbeat.LocalSGD(period=2), other={"period": 3}),
-    "LocalSGD among members": Contestant(
+    "LocalSGD": FaultyStrategy(strategy=offbeat.LocalSGD(period=2), other={"period": 3}),
+    "LocalSGD among members": FaultyStrategy(
         strategy=offbeat.LocalSGD(period=2, exchange="members"), other={"period": 3}
     ),
-    "LocalSGD with a quorum": Contestant(
+    "LocalSGD with a quorum": FaultyStrategy(
         strategy=offbeat.LocalSGD(period=2, exchange="60%+0.1s"), other={"period": 3}
     ),
-    "DPSGD": Contestant(strategy=offbeat.DPSGD(), other={"codec": "sign"}),
-    "SGP": Contestant(strategy=offbeat.SGP(), other={"codec": "sign"}),
-    "Crossbow": Contestant(strategy=offbeat.Crossbow(), other={"period": 2}),
-    "Crossbow in 4 bits": Contestant(
+    "DPSGD": FaultyStrategy(strategy=offbeat.DPSGD(), other={"codec": "sign"}),
+    "SGP": FaultyStrategy(strategy=offbeat.SGP(), other={"codec": "sign"}),
+    "Crossbow": FaultyStrategy(strategy=offbeat.Crossbow(), other={"period": 2}),
+    "Crossbow in 4 bits": FaultyStrategy(
         strategy=offbeat.Crossbow(codec="linear4"), other={"period": 2}
     ),
-    "SPDKFAC": Contestant(strategy=offbeat.SPDKFAC(**_KFAC), other=_DAMPING),
-    "DKFAC": Contestant(strategy=offbeat.DKFAC(**_KFAC), other=_DAMPING),
-    "MPDKFAC": Contestant(strategy=offbeat.MPDKFAC(**_KFAC), other=_DAMPING),
-    "DPKFAC": Contestant(strategy=offbeat.DPKFAC(**_KFAC), other=_DAMPING),
-    "WAGMA": Contestant(strategy=offbeat.WAGMA(), other={"period": 7}),
-    "ADPSGD": Contestant(strategy=offbeat.ADPSGD(), other={"values": "bfloat16"}),
-    "EagerSGD": Contestant(strategy=offbeat.EagerSGD(), other={"mode": "solo"}),
-    "AdaptiveSGD": Contestant(
+    "SPDKFAC": FaultyStrategy(strategy=offbeat.SPDKFAC(**_KFAC), other=_DAMPING),
+    "DKFAC": FaultyStrategy(strategy=offbeat.DKFAC(**_KFAC), other=_DAMPING),
+    "MPDKFAC": FaultyStrategy(strategy=offbeat.MPDKFAC(**_KFAC), other=_DAMPING),
+    "DPKFAC": FaultyStrategy(strategy=offbeat.DPKFAC(**_KFAC), other=_DAMPING),
+    "WAGMA": FaultyStrategy(strategy=offbeat.WAGMA(), other={"period": 7}),
+    "ADPSGD": FaultyStrategy(strategy=offbeat.ADPSGD(), other={"values": "bfloat16"}),
+    "EagerSGD": FaultyStrategy(strategy=offbeat.EagerSGD(), other={"mode": "solo"}),
+    "AdaptiveSGD": FaultyStrategy(
         strategy=offbeat.AdaptiveSGD(mega_batch=10), other={"mega_batch": 11}
     ),
-    "ElasticSGD": Contestant(strategy=offbeat.ElasticSGD(mega_batch=10), other={"mega_batch": 11}),
+    "ElasticSGD": FaultyStrategy(
+        strategy=offbeat.ElasticSGD(mega_batch=10), other={"mega_batch": 11}
+    ),
 }
 
 

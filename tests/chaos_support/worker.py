@@ -190,15 +190,15 @@ def _train(
     *,
     is_hit: bool,
 ) -> None:
-    contestant, action = STRATEGIES[cell.strategy], striker.fault.action
-    strategy = contestant.strategy
+    faulty, action = STRATEGIES[cell.strategy], striker.fault.action
+    strategy = faulty.strategy
     model = megabatch.make_net() if strategy.shares_samples else regression.make_net()
     if is_hit and action == "model":
         model = torch.nn.Sequential(model, torch.nn.Tanh(), torch.nn.Linear(*_tail(model)))
     if is_hit and action == "dtype":
         model = model.double()
     if is_hit and action == "option":
-        strategy = contestant.differing
+        strategy = faulty.differing
     mesh = None
     if cell.shards > 1:
         both = island_mesh("cpu", cell.shards)

@@ -14,14 +14,37 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lab_support.made import comparison, contestant
+from lab_support.made import comparison, strategy
 from offbeat.errors import RecordError
+from offbeat.run.progress import WorkerProgress
 from offbeat.run.records import EventWriter, create
 from offbeat_lab.cli.common import working
 from offbeat_lab.cli.comparing import ComparisonDisplay, comparison_display, print_comparison
+from offbeat_lab.cli.display import progress_display
 from offbeat_lab.cli.watching import View, view_of, views, watch
 from offbeat_lab.records import Record
 from report_support.synthetic import Made, config_of, write_comparison_of, write_run
+
+
+def test_a_rank_that_is_not_the_first_shows_nothing_on_a_terminal_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun each rank has the terminal, and tells of its own steps."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    said = WorkerProgress(
+        rank=1,
+        pid=1,
+        step=1,
+        seconds=1.0,
+        target=2,
+        loss=0.5,
+        wait_share=0.0,
+        bytes_per_step=1.0,
+        survives_death=False,
+    )
+    with progress_display("digits", 1, quiet=True) as shown:
+        shown(said)
+    assert capsys.readouterr().err == ""
 
 
 def test_what_all_strategies_fail_of_is_said_once() -> None:
@@ -43,7 +66,7 @@ def test_digits_of_a_table_stay_together_however_narrow_it_is(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     many = [
-        contestant(f"gtopk {i}", {"step_s": [0.0511], "final_metric": [0.8694]}) for i in range(8)
+        strategy(f"gtopk {i}", {"step_s": [0.0511], "final_metric": [0.8694]}) for i in range(8)
     ]
     print_comparison(comparison(many, num_seeds=1), Path("runs/1"), None)
     table = capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab_support.made import comparison, contestant, write_run
+from lab_support.made import comparison, strategy, write_run
 from offbeat.errors import RecordError
 from offbeat.run.records import Evaluation
 from offbeat_lab.analysis import (
@@ -49,7 +49,7 @@ def compare_runs(
     alone: Sequence[dict[str, Any]] = (),
     **settings: Any,
 ) -> Comparison:
-    """The analysed comparison of these runs, by label and seed; a contestant without runs
+    """The analysed comparison of these runs, by label and seed; a strategy without runs
     has failed.
     """
     entries = []
@@ -57,7 +57,7 @@ def compare_runs(
     for label, of in runs.items():
         for seed, made in enumerate(of):
             write_run(directory / f"runs/{label}-seed-{seed}", **made)
-        entries.append(contestant(label, failure=None if of else "it broke", num_seeds=num_seeds))
+        entries.append(strategy(label, failure=None if of else "it broke", num_seeds=num_seeds))
     ceiling = {
         seed: write_run(directory / f"runs/alone-seed-{seed}", **made)
         for seed, made in enumerate(alone)
@@ -66,7 +66,7 @@ def compare_runs(
 
 
 def measured(analysed: Comparison, label: str, measure: str) -> list[float | None]:
-    (found,) = (c for c in analysed.contestants if c.label == label)
+    (found,) = (c for c in analysed.strategies if c.label == label)
     return found.measures[measure].values  # type: ignore[index]  # a key that is none fails
 
 
@@ -235,10 +235,10 @@ def test_a_metric_that_is_not_a_number_is_none_that_was_reached(tmp_path: Path) 
     assert measured(analysed, "gtopk", "time_to_target_s") == [None]
 
 
-def test_a_failed_contestant_has_no_measures_and_the_others_have(tmp_path: Path) -> None:
+def test_a_failed_strategy_has_no_measures_and_the_others_have(tmp_path: Path) -> None:
     made = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
     analysed = compare_runs(tmp_path, {"ddp": [made] * 2, "gtopk": []}, target=0.5)
-    ddp, gtopk = analysed.contestants
+    ddp, gtopk = analysed.strategies
     assert (gtopk.failure, gtopk.measures, gtopk.lateness_s) == ("it broke", {}, [])
     assert ddp.measures["step_s"].median == pytest.approx(0.1)
     assert analysed.differences == []
@@ -256,7 +256,7 @@ def test_a_script_that_ended_by_itself_has_done_its_own_steps(tmp_path: Path) ->
 
 def test_all_failed(tmp_path: Path) -> None:
     analysed = analyse(
-        tmp_path, comparison([contestant("ddp", failure="a"), contestant("gtopk", failure="b")]), {}
+        tmp_path, comparison([strategy("ddp", failure="a"), strategy("gtopk", failure="b")]), {}
     )
     assert analysed.verdict == "No strategy finished."
     assert analysed.findings == ["ddp failed: a", "gtopk failed: b"]
@@ -283,7 +283,7 @@ def test_efficiency_is_against_the_runs_without_exchange_that_finished(tmp_path:
     analysed = compare_runs(tmp_path / "a", {"ddp": [made] * 2}, alone=alone)
     assert measured(analysed, "ddp", "efficiency") == pytest.approx([0.5, 0.5])
     analysed = compare_runs(tmp_path / "b", {"ddp": [made] * 2})
-    assert "efficiency" not in analysed.contestants[0].measures
+    assert "efficiency" not in analysed.strategies[0].measures
 
 
 def test_lateness_is_the_mean_of_each_rank_over_all_runs(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_lateness_is_the_mean_of_each_rank_over_all_runs(tmp_path: Path) -> None
     analysed = compare_runs(
         tmp_path, {"ddp": [{"step_s": step_s, "late_s": (0.0, late)} for late in (0.1, 0.3)]}
     )
-    assert analysed.contestants[0].lateness_s == pytest.approx([0.0, 0.2])
+    assert analysed.strategies[0].lateness_s == pytest.approx([0.0, 0.2])
     assert measured(analysed, "ddp", "share_wait") == pytest.approx(
         [0.05, 0.15]
     )  # rank 0 alone waits, and that is a half
@@ -321,7 +321,7 @@ def test_findings_and_page_agree_on_the_slow_worker(tmp_path: Path, is_always_la
 @pytest.mark.parametrize("late_s", [(None, None), (0.0, None)])
 def test_who_never_waits_has_no_lateness(tmp_path: Path, late_s: tuple[float | None, ...]) -> None:
     analysed = compare_runs(tmp_path / "in", {"ddp": [{"step_s": [1.0] * STEPS, "late_s": late_s}]})
-    assert analysed.contestants[0].lateness_s == []
+    assert analysed.strategies[0].lateness_s == []
     write_comparison(tmp_path, analysed)
     assert read_comparison(tmp_path) == analysed
 
@@ -329,7 +329,7 @@ def test_who_never_waits_has_no_lateness(tmp_path: Path, late_s: tuple[float | N
 def test_notices_are_said_once_and_skipped_steps_are_among_them(tmp_path: Path) -> None:
     made = {"step_s": [0.1] * STEPS, "notices": ["slow disk"], "skipped_steps": 2}
     analysed = compare_runs(tmp_path, {"ddp": [made, made]})
-    assert analysed.contestants[0].notices == [
+    assert analysed.strategies[0].notices == [
         "slow disk",
         "4 steps were skipped, since some gradient was not finite",
     ]
@@ -341,7 +341,7 @@ def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError):
         Record(run)
     with pytest.raises(RecordError):
-        analyse(tmp_path, comparison([contestant("ddp", num_seeds=1)], num_seeds=1), {})
+        analyse(tmp_path, comparison([strategy("ddp", num_seeds=1)], num_seeds=1), {})
 
 
 def test_what_was_judged_is_written_and_read_back(tmp_path: Path) -> None:
@@ -362,11 +362,11 @@ def figures_of(
     final_metric: Sequence[float | None] = (None,),
 ) -> ComparedStrategy:
     values: Values = {"time_to_target_s": time_s, "step_s": step_s, "final_metric": final_metric}
-    return contestant(label, values, num_seeds=len(time_s))
+    return strategy(label, values, num_seeds=len(time_s))
 
 
 def analysed(
-    *contestants: ComparedStrategy, target: float | None = 0.9, **settings: bool
+    *strategies: ComparedStrategy, target: float | None = 0.9, **settings: bool
 ) -> Comparison:
     """A comparison with the differences that follow from the measures."""
     differences = [
@@ -376,12 +376,12 @@ def analysed(
             b=b.label,
             **compare(a.measures[measure], b.measures[measure]).model_dump(),
         )
-        for place, a in enumerate(contestants)
-        for b in contestants[place + 1 :]
+        for place, a in enumerate(strategies)
+        for b in strategies[place + 1 :]
         for measure in ("time_to_target_s", "step_s")
         if a.measures and b.measures and a.measures[measure].median and b.measures[measure].median
     ]
-    return comparison(contestants, target=target, differences=differences, **settings)
+    return comparison(strategies, target=target, differences=differences, **settings)
 
 
 SLOW = figures_of("ddp", [10.0, 10.2, 10.4], [1.0, 1.01, 1.02])
@@ -482,7 +482,7 @@ def test_one_that_missed_the_target_once_does_not_win_the_race() -> None:
 
 
 def test_one_finisher_and_none() -> None:
-    failed = contestant("gtopk", failure="worker 1 was killed")
+    failed = strategy("gtopk", failure="worker 1 was killed")
     assert verdict(analysed(SLOW, failed)) == "Only ddp finished: 1.01 s a step."
     assert verdict(analysed(SLOW)) == "ddp finished: 1.01 s a step."
     assert verdict(analysed(failed)) == "No strategy finished."
@@ -519,7 +519,7 @@ def test_a_difference_read_the_other_way_is_its_inverse(
 
 def test_the_ranking_leaves_out_who_has_no_value() -> None:
     never = figures_of("topk", [None, None, None], [0.3, 0.3, 0.3])
-    made = analysed(SLOW, never, FAST, contestant("ddp-fp16", failure="no"))
+    made = analysed(SLOW, never, FAST, strategy("ddp-fp16", failure="no"))
     assert [c.label for c in ranking(made, "time_to_target_s")] == ["gtopk", "ddp"]
     assert [c.label for c in ranking(made, "step_s")] == ["gtopk", "topk", "ddp"]
     assert ranking(made, "efficiency") == []
@@ -546,7 +546,7 @@ def test_final_metrics_are_held_against_the_dense_ones_seed_by_seed() -> None:
         "topk": [0.02, 0.021, 0.022],
         "allreduce": [0.01, -0.01, 0.02],
     }
-    contestants = [figures_of("ddp", [1.0] * 3, [1.0] * 3, final_metric=base)] + [
+    strategies = [figures_of("ddp", [1.0] * 3, [1.0] * 3, final_metric=base)] + [
         figures_of(
             label,
             [1.0] * 3,
@@ -556,7 +556,7 @@ def test_final_metrics_are_held_against_the_dense_ones_seed_by_seed() -> None:
         for label, of in gaps.items()
     ]
     for higher, less, more in ((True, "worse", "better"), (False, "better", "worse")):
-        found = findings(analysed(*contestants, higher_is_better=higher))
+        found = findings(analysed(*strategies, higher_is_better=higher))
         assert [line for line in found if line.startswith("After")] == [
             f"After 40 steps gtopk has accuracy 0.8980, ddp 0.9200: 0.01852 to 0.02348 {less}.",
             f"After 40 steps topk has accuracy 0.9420, ddp 0.9200: 0.01852 to 0.02348 {more}.",
@@ -613,7 +613,7 @@ def test_the_winner_is_who_the_verdict_speaks_of() -> None:
         won = winner(made)
         assert won is not None
         assert won.label in verdict(made).split(" reached ")[0]
-    assert winner(analysed(contestant("gtopk", failure="worker 1 was killed"))) is None
+    assert winner(analysed(strategy("gtopk", failure="worker 1 was killed"))) is None
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def test_the_winner_is_who_the_verdict_speaks_of() -> None:
         ([2, 1], 1),
     ],
 )
-def test_one_worker_is_slow_if_half_of_the_contestants_say_so(
+def test_one_worker_is_slow_if_half_of_the_strategies_say_so(
     named: list[int | None], slow: int | None
 ) -> None:
     assert slow_worker_of(named) == slow

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lab_support.made import comparison, contestant
+from lab_support.made import comparison, strategy
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.config import EmulationMode
 from offbeat.run.interrupts import Interrupts
@@ -106,23 +106,23 @@ def test_variants_of_one_strategy_have_labels_and_directories_of_their_own() -> 
         " ddp-powersgd:rank=1",
     ]
     plan = plan_comparison(replace(REQUEST, strategies=strategies, seeds=(3, 1)))
-    assert [c.label for c in plan.contestants] == [
+    assert [c.label for c in plan.strategies] == [
         "gtopk",
         "ddp",
         "gtopk density=0.01",
         "gtopk density=0.01 collective=tree",
         "ddp-powersgd",
     ]
-    assert plan.contestants[2].runs == [
+    assert plan.strategies[2].runs == [
         "runs/gtopk-density=0.01-seed-3",
         "runs/gtopk-density=0.01-seed-1",
     ]
-    runs = [run for c in plan.contestants for run in c.runs]
+    runs = [run for c in plan.strategies for run in c.runs]
     assert len(set(runs)) == len(runs) == 10
-    assert [c.options.get("density") for c in plan.contestants] == ["auto", None, 0.01, 0.01, None]
-    assert plan.contestants[4].options["rank"] == 1
+    assert [c.options.get("density") for c in plan.strategies] == ["auto", None, 0.01, 0.01, None]
+    assert plan.strategies[4].options["rank"] == 1
     assert [(config.strategy, config.strategy_options) for config in plan.configs] == [
-        (c.strategy, c.options) for c in plan.contestants
+        (c.strategy, c.options) for c in plan.strategies
     ]
 
 
@@ -130,9 +130,9 @@ def test_one_strategy_may_be_compared_with_itself_in_batches_by_speed() -> None:
     strategies = ["allreduce", "allreduce:batch_shares=1/0.25"]
     request = replace(REQUEST, strategies=strategies, cluster=Cluster(workers=2))
     plan = plan_comparison(request)
-    assert [c.label for c in plan.contestants] == ["allreduce", "allreduce batch_shares=1/0.25"]
+    assert [c.label for c in plan.strategies] == ["allreduce", "allreduce batch_shares=1/0.25"]
     assert [config.batch_shares for config in plan.configs] == [[], [1.0, 0.25]]
-    assert plan.contestants[1].options["batch_shares"] == "1/0.25"
+    assert plan.strategies[1].options["batch_shares"] == "1/0.25"
     with pytest.raises(ConfigError, match="no option of strategy 'localsgd'"):
         plan_comparison(replace(request, strategies=["localsgd:batch_shares=1/0.25"]))
 
@@ -201,7 +201,7 @@ def test_a_directory_in_use_is_refused_untouched(tmp_path: Path) -> None:
 def test_a_directory_with_a_comparison_is_refused_without_saying_that_it_holds_nothing(
     tmp_path: Path,
 ) -> None:
-    write_comparison(tmp_path, comparison([contestant("ddp")]))
+    write_comparison(tmp_path, comparison([strategy("ddp")]))
     with pytest.raises(RecordError, match="is not empty; choose another --out"):
         plan_comparison(REQUEST, out=tmp_path)
 
@@ -306,7 +306,7 @@ def test_who_has_failed_does_not_run_with_the_next_seed(
         ["alone", "ddp", "gtopk", "topk"],
         ["alone", "ddp", "topk"],
     ]
-    assert [c.failure for c in comparison.contestants] == [None, "it broke", None]
+    assert [c.failure for c in comparison.strategies] == [None, "it broke", None]
 
 
 def test_one_worker_has_nobody_to_exchange_with(

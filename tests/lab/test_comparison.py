@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from lab_support.made import comparison, contestant
+from lab_support.made import comparison, strategy
 from offbeat.errors import RecordError
 from offbeat_lab.comparison import (
     FILE,
@@ -26,8 +26,8 @@ from offbeat_lab.comparison import (
 
 WHOLE = comparison(
     [
-        contestant("ddp", {"step_s": [1.0, None, 3.0]}, lateness_s=[0.0, 0.25]),
-        contestant("gtopk density=0.01", failure="worker 1 was killed"),
+        strategy("ddp", {"step_s": [1.0, None, 3.0]}, lateness_s=[0.0, 0.25]),
+        strategy("gtopk density=0.01", failure="worker 1 was killed"),
     ],
     differences=[
         Difference(
@@ -55,11 +55,21 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert names(tmp_path) == [FILE]
 
 
+def test_a_file_with_an_earlier_name_is_of_another_version_and_not_damaged(tmp_path: Path) -> None:
+    write_comparison(tmp_path, WHOLE)
+    path = tmp_path / FILE
+    content = json.loads(path.read_text()) | {"schema_version": 1}
+    content["contestants"] = content.pop("strategies")
+    path.write_text(json.dumps(content))
+    with pytest.raises(RecordError, match="has comparison schema 1, this version reads 2"):
+        read_comparison(tmp_path)
+
+
 def test_it_is_replaced_whole(tmp_path: Path) -> None:
     write_comparison(tmp_path, WHOLE)
-    write_comparison(tmp_path, WHOLE.model_copy(update={"status": "finished", "contestants": []}))
+    write_comparison(tmp_path, WHOLE.model_copy(update={"status": "finished", "strategies": []}))
     found = read_comparison(tmp_path)
-    assert (found.status, found.contestants) == ("finished", [])
+    assert (found.status, found.strategies) == ("finished", [])
     assert names(tmp_path) == [FILE]
 
 
@@ -104,7 +114,7 @@ def test_another_version_is_refused_with_both_named(tmp_path: Path, version: obj
     [
         ("status", "perhaps", "status"),
         ("seeds", "many", "seeds"),
-        ("contestants", [{"label": "ddp"}], r"contestants\.0\.strategy"),
+        ("strategies", [{"label": "ddp"}], r"strategies\.0\.strategy"),
         ("differences", [{}], r"differences\.0\.ratio"),
         ("cluster", {"workers": 0}, ""),
     ],

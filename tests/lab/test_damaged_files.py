@@ -29,7 +29,7 @@ from fuzz_support import (
     bounded_memory,
     succeeds_or_refuses,
 )
-from lab_support.made import comparison, contestant, write_run
+from lab_support.made import comparison, strategy, write_run
 from offbeat.errors import CheckpointError, ConfigError, RecordError, WireError
 from offbeat.run.local_worker import LocalWorker
 from offbeat.run.progress import (
@@ -207,7 +207,7 @@ def test_a_record_cannot_have_more_workers_than_a_cluster(run: Path) -> None:
 def test_a_comparison_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    made = json.loads(comparison([contestant("gtopk"), contestant("ddp")]).model_dump_json())
+    made = json.loads(comparison([strategy("gtopk"), strategy("ddp")]).model_dump_json())
     directory = tmp_path_factory.mktemp("comparison")
     (directory / FILE).write_bytes(data.draw(altered_text(made)))
     succeeds_or_refuses(lambda: read_comparison(directory))
@@ -215,8 +215,8 @@ def test_a_comparison_is_read_or_refused(
 
 @pytest.mark.parametrize("run", ["../elsewhere", "/etc", "runs/../../elsewhere", "runs/\0"])
 def test_a_comparison_names_no_directory_outside_its_own(tmp_path: Path, run: str) -> None:
-    made = json.loads(comparison([contestant("ddp")]).model_dump_json())
-    made["contestants"][0]["runs"] = [run]
+    made = json.loads(comparison([strategy("ddp")]).model_dump_json())
+    made["strategies"][0]["runs"] = [run]
     (tmp_path / FILE).write_text(json.dumps(made))
     with pytest.raises(RecordError, match="is not a directory below the comparison's"):
         read_comparison(tmp_path)

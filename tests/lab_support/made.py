@@ -128,7 +128,7 @@ def write_run(
     return path
 
 
-def contestant(
+def strategy(
     label: str,
     measures: Mapping[Measure, Sequence[float | None]] | None = None,
     *,
@@ -140,7 +140,7 @@ def contestant(
     estimates: dict[Measure, Estimate] = {
         name: estimate(values) for name, values in (measures or {}).items()
     }
-    if estimates:  # a contestant that ran has every measure
+    if estimates:  # a strategy that ran has every measure
         nothing = estimate([None] * num_seeds)
         estimates = dict.fromkeys(_ALWAYS, nothing) | estimates
     return ComparedStrategy(
@@ -156,7 +156,7 @@ def contestant(
 
 
 def comparison(
-    contestants: Sequence[ComparedStrategy],
+    strategies: Sequence[ComparedStrategy],
     *,
     target: float | None = 0.9,
     target_was_given: bool = True,
@@ -183,6 +183,6 @@ def comparison(
         cluster=Cluster(workers=workers),
         emulation=NO_EMULATION,
         environment={"python": "3"},
-        contestants=list(contestants),
+        strategies=list(strategies),
         differences=list(differences),
     )

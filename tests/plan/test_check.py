@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from lab_support.made import comparison, contestant, write_run
+from lab_support.made import comparison, strategy, write_run
 from offbeat.errors import ConfigError
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.kfac import DKFAC
@@ -60,7 +60,7 @@ def recorded(
     for label, durations_s in step_s.items():
         path = directory / f"runs/{label}-seed-0"
         write_run(path, step_s=durations_s, strategy=label.split()[0])
-    entries = [contestant(label, num_seeds=1) for label in step_s if label != "alone"]
+    entries = [strategy(label, num_seeds=1) for label in step_s if label != "alone"]
     made = comparison(entries, num_seeds=1)
     known = {"status": "finished", "cluster": cluster, "num_parameters": num_parameters}
     made = made.model_copy(update=known)
@@ -215,9 +215,9 @@ def test_a_comparison_that_was_stopped_is_refused(tmp_path: Path) -> None:
     """Of its later seeds there are no runs."""
     directory = recorded(tmp_path, {"ddp": [predicted_s("ddp")] * STEPS})
     stopped = read_comparison(directory).model_copy(update={"status": "stopped", "seeds": [0, 1]})
-    ddp = stopped.contestants[0]
+    ddp = stopped.strategies[0]
     ddp = ddp.model_copy(update={"runs": [*ddp.runs, "runs/ddp-seed-1"]})
-    write_comparison(directory, stopped.model_copy(update={"contestants": [ddp]}))
+    write_comparison(directory, stopped.model_copy(update={"strategies": [ddp]}))
     with pytest.raises(ConfigError, match="has not finished .*'stopped'"):
         check_comparison(directory, MODEL)
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import JsonValue
 from typer.testing import CliRunner
 
-from lab_support.made import comparison, contestant
+from lab_support.made import comparison, strategy
 from offbeat.errors import ConfigError
 from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.cli.main import app
@@ -35,7 +35,7 @@ def record(
     for spec, values in steps.items():
         name, options = parse_spec(spec)
         entries.append(
-            contestant(name, num_seeds=2).model_copy(
+            strategy(name, num_seeds=2).model_copy(
                 update={
                     "strategy": name,
                     "options": strategy_values(build_strategy(name, options)),
@@ -133,7 +133,7 @@ def test_a_comparison_that_says_nothing_of_the_plan_is_refused(
     record(tmp_path, {"wagma": [1.0, 2.0]}, **more)  # type: ignore[arg-type]
     if options:  # which a version before had
         made = read_comparison(tmp_path)
-        old = made.contestants[0].model_copy(update={"options": options})
-        write_comparison(tmp_path, made.model_copy(update={"contestants": [old]}))
+        old = made.strategies[0].model_copy(update={"options": options})
+        write_comparison(tmp_path, made.model_copy(update={"strategies": [old]}))
     with pytest.raises(ConfigError, match=complaint):
         steps_to_target(tmp_path, ["wagma" if options else "ddp"], MODEL)

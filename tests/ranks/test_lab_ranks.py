@@ -227,7 +227,7 @@ def comparing(npz: Path, **changes: Any) -> CompareRequest:
 
 
 def run_of(directory: Path, comparison: Comparison, label: str) -> Record:
-    (run,) = [directory / run for c in comparison.contestants if c.label == label for run in c.runs]
+    (run,) = [directory / run for c in comparison.strategies if c.label == label for run in c.runs]
     return Record(run)
 
 
@@ -260,8 +260,8 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
     assert_gone(iter(listener.pids.values()))
 
     labelled: list[tuple[float, float, str]] = []
-    for contestant in comparison.contestants:
-        record = run_of(directory, comparison, contestant.label)
+    for strategy in comparison.strategies:
+        record = run_of(directory, comparison, strategy.label)
         summary = record.summary()
         assert summary is not None
         assert (summary.status, summary.steps, record.config.seed) == ("finished", 60, 5)
@@ -269,13 +269,13 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
         for rank in range(2):
             events = list(record.events(rank))
             assert [event.step for event in events] == list(range(1, 61))
-            labelled += [(began_s, ended_s, contestant.label) for began_s, ended_s in spans(events)]
+            labelled += [(began_s, ended_s, strategy.label) for began_s, ended_s in spans(events)]
             for event in events:
                 parts_s = event.compute_s, event.encode_s, event.wait_s
                 assert min(parts_s) >= 0
                 assert sum(parts_s) == pytest.approx(event.duration_s)
-        assert contestant.measures.keys() == {*get_args(Measure)}
-        assert len(contestant.lateness_s) == 2
+        assert strategy.measures.keys() == {*get_args(Measure)}
+        assert len(strategy.lateness_s) == 2
     alone = Record(directory / "runs/alone-seed-5")
     for rank in range(2):
         labelled += [
@@ -326,7 +326,7 @@ def test_a_model_with_tied_weights_is_compared_where_the_leader_averages_alone(
     directory, comparison = run_comparison(
         plan_comparison(request, out=tmp_path / "out"), ComparisonListener(), command=""
     )
-    assert [contestant.failure for contestant in comparison.contestants] == [None]
+    assert [strategy.failure for strategy in comparison.strategies] == [None]
     record = run_of(directory, comparison, "wagma")
     assert [evaluation.step for evaluation in record.evaluations()] == [0, 2, 4]
 
@@ -349,7 +349,7 @@ def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(
     _, comparison = run_comparison(
         plan_comparison(request, out=tmp_path / "out"), listener, command=""
     )
-    ddp, gtopk = comparison.contestants
+    ddp, gtopk = comparison.strategies
     assert comparison.status == "finished"
     assert gtopk.failure is not None
     assert "worker 1" in gtopk.failure
@@ -405,7 +405,7 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
     assert ended.value.code == EXIT_INTERRUPTED
     comparison = read_comparison(tmp_path / "out")
     assert comparison.status == "stopped"
-    assert all(c.failure is None for c in comparison.contestants)
+    assert all(c.failure is None for c in comparison.strategies)
     assert len(started) == (2 if when == "starting" else 6)
     assert_gone(iter(started))
     assert signal.getsignal(signal.SIGINT) is before

@@ -24,7 +24,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four contestants, three seeds, worker 3 slow, and the page of it."""
+    """Four strategies, three seeds, worker 3 slow, and the page of it."""
     late = {3: 0.21}
     directory = write_comparison_of(
         tmp_path_factory.mktemp("comparison"),

@@ -74,9 +74,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    contestants = [Made(workers=2, steps=6), Made(strategy="ddp", options={}, workers=2, steps=6)]
+    strategies = [Made(workers=2, steps=6), Made(strategy="ddp", options={}, workers=2, steps=6)]
     directory = tmp_path_factory.mktemp("hostile") / "comparison"
-    return write_comparison_of(directory, contestants, seeds=(0,))
+    return write_comparison_of(directory, strategies, seeds=(0,))
 
 
 def report(directory: Path, name: str, content: bytes) -> str:

@@ -211,7 +211,7 @@ def test_only_the_pages_own_script_may_run(comparison: Path) -> None:
     assert policy is not None
     assert policy.startswith("default-src 'none';")
     assert f"script-src 'sha256-{digest}'" in policy
-    assert json.loads(data)["contestants"] == ["ddp", "gtopk", "ddp-powersgd", "ddp-fp16"]
+    assert json.loads(data)["strategies"] == ["ddp", "gtopk", "ddp-powersgd", "ddp-fp16"]
 
 
 def test_what_records_hold_is_text_and_nothing_else(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_what_records_hold_is_text_and_nothing_else(tmp_path: Path) -> None:
     assert len(page.scripts) == 2
     assert page.of("img") == []
     assert not any(key.startswith("on") for _, attributes in page.elements for key in attributes)
-    assert json.loads(page.scripts[0])["contestants"] == [EVIL, "other"]
+    assert json.loads(page.scripts[0])["strategies"] == [EVIL, "other"]
     assert words(page.text).count(words(EVIL)) > 8
 
 
@@ -286,9 +286,9 @@ def test_a_comparison_that_was_stopped_says_how_long_the_step_is_that_a_slow_wor
     """Its figures were never computed, and its events are there."""
     shutil.copytree(comparison, tmp_path, dirs_exist_ok=True)
     found = read_comparison(tmp_path)
-    without = [one.model_copy(update={"measures": {}}) for one in found.contestants]
+    without = [one.model_copy(update={"measures": {}}) for one in found.strategies]
     write_comparison(
-        tmp_path, found.model_copy(update={"status": "stopped", "contestants": without})
+        tmp_path, found.model_copy(update={"status": "stopped", "strategies": without})
     )
     text = words(Page(write_report(tmp_path)).text)
     assert re.search(
@@ -385,11 +385,11 @@ def measure_without(path: Path) -> None:
 
 def test_the_page_of_a_run_says_whose_models_a_measured_mean_lacks(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", Made(strategy="wagma", options={}))
-    (before,) = report_of_run(path).contestants
+    (before,) = report_of_run(path).strategies
     assert not any("is that of a mean without" in notice for notice in before.notices)
     measure_without(path)
     assert [list(one.without) for one in Record(path).evaluations()][-1] == [2, 3]
-    (after,) = report_of_run(path).contestants
+    (after,) = report_of_run(path).strategies
     assert any(notice.startswith(REMARK) for notice in after.notices)
 
 
@@ -397,5 +397,5 @@ def test_the_page_of_a_comparison_says_whose_models_a_measured_mean_lacks(tmp_pa
     write_comparison_of(tmp_path, [Made(strategy="wagma", options={})], seeds=[1])
     (run,) = {path.parent for path in tmp_path.rglob("evaluations.jsonl")}
     measure_without(run)
-    (contestant,) = report_of_comparison(tmp_path).contestants
-    assert any(REMARK in notice for notice in contestant.notices)
+    (strategy,) = report_of_comparison(tmp_path).strategies
+    assert any(REMARK in notice for notice in strategy.notices)

@@ -112,7 +112,7 @@ def test_a_window_that_changes_its_width_is_drawn_anew(browser: Browser, run: Pa
     assert max(widths) <= 360
 
 
-def test_contestants_can_be_hidden(browser: Browser, comparison: Path) -> None:
+def test_strategies_can_be_hidden(browser: Browser, comparison: Path) -> None:
     lines = """document.querySelectorAll("figure[data-chart=metric-seconds] .line").length"""
     browser.open(comparison / "report.html")
     before = browser.evaluate(lines)
@@ -142,7 +142,7 @@ def test_the_timeline_shows_what_was_chosen(browser: Browser, comparison: Path) 
     drawn = """document.querySelector("#timeline > svg").innerHTML"""
     browser.open(comparison / "report.html")
     seen = [browser.evaluate(drawn)]
-    for name, value in (("contestant", 1), ("run", 2), ("count", 3), ("from", 7)):
+    for name, value in (("strategy", 1), ("run", 2), ("count", 3), ("from", 7)):
         sentence = choose(browser, name, value)
         seen.append(browser.evaluate(drawn))
     assert len(set(seen)) == len(seen)

@@ -91,16 +91,16 @@ def some_steps(num_workers: int, num_steps: int, seed: int = 0) -> Steps:
     )
 
 
-def report_of(*contestants: list[RunResults]) -> PageContent:
+def report_of(*strategies: list[RunResults]) -> PageContent:
     return PageContent(
         title="a title",
         verdict="a verdict",
         metric_name="accuracy",
         metric_better=Better.HIGHER,
         target=0.5,
-        contestants=[
+        strategies=[
             StrategyResults(label=f"number {number}", strategy="gtopk", options={}, runs=runs)
-            for number, runs in enumerate(contestants)
+            for number, runs in enumerate(strategies)
         ],
     )
 
@@ -132,14 +132,14 @@ def test_the_thick_line_is_the_median_over_seeds_where_all_measured() -> None:
     median = next(
         series
         for series in charts["metric-seconds"].series
-        if series.contestant == 0 and not series.thin
+        if series.strategy == 0 and not series.thin
     )
     assert (median.x, median.y) == ([0.0, 4.0], [0.1, 0.5])
     assert sum(series.thin for series in charts["metric-steps"].series) == 3
     assert charts["metric-steps"].target == 0.5
 
 
-def test_a_logarithmic_axis_only_where_contestants_lie_far_apart() -> None:
+def test_a_logarithmic_axis_only_where_strategies_lie_far_apart() -> None:
     near = line_charts(
         report_of(
             [run_of(curve([0, 9], [0, 1]))], [run_of(curve([0, 9], [0, 1], bytes_per_step=50.0))]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-CONTESTANTS = [f"c{number}" for number in range(8)]
+STRATEGIES = [f"c{number}" for number in range(8)]
 PHASES = ["compute", "padded", "encode", "waiting", "transfer"]
 TEXT, GRAPHICS = 4.5, 3.0
 JUST_NOTICEABLE = 2.3
@@ -79,13 +79,13 @@ def test_text_can_be_read(scheme: str) -> None:
 def test_lines_and_bars_stand_out(scheme: str) -> None:
     colours = PALETTES[scheme]
     assert [
-        name for name in CONTESTANTS + PHASES if contrast(colours[name], colours["page"]) < GRAPHICS
+        name for name in STRATEGIES + PHASES if contrast(colours[name], colours["page"]) < GRAPHICS
     ] == []
 
 
 @pytest.mark.parametrize("scheme", PALETTES)
 @pytest.mark.parametrize("eyes", SEEN_BY)
-@pytest.mark.parametrize("group", [CONTESTANTS, PHASES], ids=["contestants", "phases"])
+@pytest.mark.parametrize("group", [STRATEGIES, PHASES], ids=["strategies", "phases"])
 def test_no_two_colours_look_alike(scheme: str, eyes: str, group: list[str]) -> None:
     seen = {
         name: lab(np.clip(np.array(SEEN_BY[eyes]) @ linear(PALETTES[scheme][name]), 0, 1))
@@ -96,7 +96,7 @@ def test_no_two_colours_look_alike(scheme: str, eyes: str, group: list[str]) -> 
 
 
 @pytest.mark.parametrize("scheme", PALETTES)
-def test_no_phase_has_the_colour_of_a_contestant(scheme: str) -> None:
-    seen = {name: lab(linear(PALETTES[scheme][name])) for name in CONTESTANTS + PHASES}
-    for phase, contestant in itertools.product(PHASES, CONTESTANTS):
-        assert np.linalg.norm(seen[phase] - seen[contestant]) > 10 * JUST_NOTICEABLE, phase
+def test_no_phase_has_the_colour_of_a_strategy(scheme: str) -> None:
+    seen = {name: lab(linear(PALETTES[scheme][name])) for name in STRATEGIES + PHASES}
+    for phase, strategy in itertools.product(PHASES, STRATEGIES):
+        assert np.linalg.norm(seen[phase] - seen[strategy]) > 10 * JUST_NOTICEABLE, phase

@@ -24,9 +24,9 @@ def report(shared_out: Path) -> PageContent:
 
 
 def dispatch_of(report: PageContent, **changes: object) -> Dispatch:
-    (contestant,) = report.contestants
-    run: RunResults = replace(contestant.runs[0], **changes)  # type: ignore[arg-type]
-    (found,) = dispatches(replace(report, contestants=[replace(contestant, runs=[run])]))
+    (strategy,) = report.strategies
+    run: RunResults = replace(strategy.runs[0], **changes)  # type: ignore[arg-type]
+    (found,) = dispatches(replace(report, strategies=[replace(strategy, runs=[run])]))
     return found
 
 
@@ -67,8 +67,8 @@ def test_the_first_mega_batches_are_not_counted(report: PageContent) -> None:
 
 
 def test_of_many_workers_the_mean_is_drawn(report: PageContent) -> None:
-    (contestant,) = report.contestants
-    steps = contestant.runs[0].steps
+    (strategy,) = report.strategies
+    steps = strategy.runs[0].steps
     wide = replace(steps, loss=steps.loss.repeat(3, axis=0))
     dispatch = dispatch_of(
         report, steps=wide, mega_batches=[mega_batch_of(n, step=n, workers=12) for n in range(1, 4)]

@@ -32,7 +32,7 @@ def estimated(
     return Estimate(values=[median], median=median, low=low, high=high)
 
 
-def contestant(label: str, step_s: float | None, **more: object) -> StrategyResults:
+def strategy(label: str, step_s: float | None, **more: object) -> StrategyResults:
     measures = {
         "step_s": estimated(step_s, low=step_s, high=step_s),
         "bytes_per_step": estimated(8.0),
@@ -46,25 +46,25 @@ def difference(a: str, b: str, *, decided: bool) -> Difference:
     return Difference(measure="step_s", a=a, b=b, ratio=2.0, low=1.9, high=2.1, decided=decided)
 
 
-def report(contestants: list[StrategyResults], differences: list[Difference]) -> PageContent:
+def report(strategies: list[StrategyResults], differences: list[Difference]) -> PageContent:
     return PageContent(
         title="a title",
         verdict="a verdict",
         metric_name="accuracy",
         metric_better=Better.HIGHER,
-        contestants=contestants,
+        strategies=strategies,
         differences=differences,
     )
 
 
-def step_row(contestants: list[StrategyResults], differences: list[Difference]) -> Row:
+def step_row(strategies: list[StrategyResults], differences: list[Difference]) -> Row:
     return next(
-        row for row in rows(report(contestants, differences)) if row.title == "Time of a step"
+        row for row in rows(report(strategies, differences)) if row.title == "Time of a step"
     )
 
 
 def test_the_best_is_marked_when_it_is_ahead_of_all() -> None:
-    three = [contestant("a", 3.0), contestant("b", 1.0), contestant("c", 2.0)]
+    three = [strategy("a", 3.0), strategy("b", 1.0), strategy("c", 2.0)]
     row = step_row(three, [difference("a", "b", decided=True), difference("b", "c", decided=True)])
     assert [cell.best for cell in row.cells] == [False, True, False]
     assert row.note == ""
@@ -72,7 +72,7 @@ def test_the_best_is_marked_when_it_is_ahead_of_all() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_nothing_is_marked_when_one_difference_is_none(known: bool) -> None:
-    three = [contestant("a", 3.0), contestant("b", 1.0), contestant("c", 2.0)]
+    three = [strategy("a", 3.0), strategy("b", 1.0), strategy("c", 2.0)]
     undecided = [difference("c", "b", decided=False)] if known else []
     row = step_row(three, [difference("a", "b", decided=True), *undecided])
     assert not any(cell.best for cell in row.cells)
@@ -80,7 +80,7 @@ def test_nothing_is_marked_when_one_difference_is_none(known: bool) -> None:
 
 
 def test_of_one_run_each_nothing_is_said_about_the_spread() -> None:
-    two = [contestant("a", 3.0), contestant("b", 1.0)]
+    two = [strategy("a", 3.0), strategy("b", 1.0)]
     single = difference("a", "b", decided=False).model_copy(update={"low": None, "high": None})
     row = step_row(two, [single])
     assert row.note == ""
@@ -91,14 +91,14 @@ def test_of_one_run_each_nothing_is_said_about_the_spread() -> None:
 
 def test_who_failed_is_said_to_have() -> None:
     row = step_row(
-        [contestant("a", 3.0), contestant("b", None, failure="out of memory", measures={})], []
+        [strategy("a", 3.0), strategy("b", None, failure="out of memory", measures={})], []
     )
     assert [cell.text for cell in row.cells] == ["3 s", "failed"]
 
 
 def test_a_target_nobody_reached_is_no_row_and_one_not_reached_is_said() -> None:
-    reached = contestant("a", 1.0, measures={"time_to_target_s": estimated(4.0)})
-    missed = contestant("b", 1.0, measures={"time_to_target_s": estimated(None)})
+    reached = strategy("a", 1.0, measures={"time_to_target_s": estimated(4.0)})
+    missed = strategy("b", 1.0, measures={"time_to_target_s": estimated(None)})
     (row,) = rows(report([reached, missed], []))
     assert [cell.text for cell in row.cells] == ["4 s", "not reached"]
     assert list(rows(report([missed], []))) == []
@@ -109,7 +109,7 @@ def test_who_misses_the_target_in_some_runs_is_not_the_best_and_the_table_says_s
     all_runs = Estimate(values=[2.0, 2.0, 2.1], median=2.0, low=2.0, high=2.1)
     slowest = Estimate(values=[3.0, 3.0, 3.1], median=3.0, low=3.0, high=3.1)
     three = [
-        contestant(label, 1.0, measures={"time_to_target_s": found})
+        strategy(label, 1.0, measures={"time_to_target_s": found})
         for label, found in (("a", some), ("b", all_runs), ("c", slowest))
     ]
     decided = Difference(
@@ -123,7 +123,7 @@ def test_who_misses_the_target_in_some_runs_is_not_the_best_and_the_table_says_s
 
 def test_bars_are_as_long_as_the_values() -> None:
     shares = {"share_compute": estimated(0.75), "share_transfer": estimated(0.25)}
-    two = [contestant("a", 4.0), contestant("b", 1.0)]
+    two = [strategy("a", 4.0), strategy("b", 1.0)]
     two = [replace(one, measures={**one.measures, **shares}) for one in two]
     found = step_bars(report(two, []))
     assert found
@@ -169,13 +169,13 @@ def test_the_slow_worker_is_named() -> None:
         lateness_sentence(late)
         == "Worker 3 was last in 98% of steps, 210 ms behind the first on average."
     )
-    (bars,) = lateness_bars(report([contestant("a", 1.0, runs=[run_with(ready)])], []))
+    (bars,) = lateness_bars(report([strategy("a", 1.0, runs=[run_with(ready)])], []))
     assert [bar.mark for bar in bars.bars] == [False, False, False, True]
 
 
 def test_of_many_workers_the_latest_are_shown() -> None:
     ready = np.tile(np.arange(40.0)[:, None], 5)
-    (bars,) = lateness_bars(report([contestant("a", 1.0, runs=[run_with(ready)])], []))
+    (bars,) = lateness_bars(report([strategy("a", 1.0, runs=[run_with(ready)])], []))
     assert [bar.label for bar in bars.bars] == [f"worker {worker}" for worker in range(39, 27, -1)]
     assert bars.left_out == 28
 

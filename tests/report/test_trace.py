@@ -308,7 +308,7 @@ def test_the_runs_of_a_comparison_stand_side_by_side(
     (tmp_path / "runs" / "gtopk-seed-2").mkdir()
     (tmp_path / "comparison.json").write_text("{}")
     places = [["runs/ddp-seed-0"], [f"runs/gtopk-seed-{seed}" for seed in range(4)]]
-    comparison = SimpleNamespace(contestants=[SimpleNamespace(runs=runs) for runs in places])
+    comparison = SimpleNamespace(strategies=[SimpleNamespace(runs=runs) for runs in places])
     monkeypatch.setattr(trace, "read_comparison", lambda path: comparison)
     events = traced(tmp_path)
     labels = [event["args"]["name"].partition(" (")[0] for event in of_name(events, "process_name")]

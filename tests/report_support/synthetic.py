@@ -172,11 +172,11 @@ def mega_batch_of(number: int, *, step: int, workers: int, merge_s: float = 0.05
 
 
 def write_comparison_of(
-    directory: Path, contestants: Sequence[Made], seeds: Sequence[int] = (0, 1, 2)
+    directory: Path, strategies: Sequence[Made], seeds: Sequence[int] = (0, 1, 2)
 ) -> Path:
-    """A finished comparison of `contestants` in `directory`, judged as the lab judges."""
+    """A finished comparison of `strategies` in `directory`, judged as the lab judges."""
     entries = []
-    for made in contestants:
+    for made in strategies:
         runs = [f"runs/{made.name}-seed-{seed}" for seed in seeds]
         for seed, name in zip(seeds, runs, strict=True):
             again = Made(**{key: getattr(made, key) for key in made.__slots__} | {"seed": seed})
@@ -190,7 +190,7 @@ def write_comparison_of(
                 runs=runs,
             )
         )
-    comparison = comparison_of(contestants[0], entries, seeds)
+    comparison = comparison_of(strategies[0], entries, seeds)
     judged = analyse(directory, comparison, {})
     write_comparison(directory, judged)
     return directory
@@ -223,7 +223,7 @@ def comparison_of(made: Made, entries: list[ComparedStrategy], seeds: Sequence[i
             "num_cpus": 2,
             "memory_bytes": 8_000_000_000,
         },
-        contestants=entries,
+        strategies=entries,
     )
 
 

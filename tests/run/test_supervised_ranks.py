@@ -501,15 +501,15 @@ finally:
     planned = plan_comparison(request, out=tmp_path / "out")
     with comparison_display(quiet=True) as listener:
         directory, comparison = run_comparison(planned, listener, command="offbeat compare")
-    assert [contestant.failure for contestant in comparison.contestants] == [None, None]
+    assert [strategy.failure for strategy in comparison.strategies] == [None, None]
     assert (comparison.metric_name, comparison.higher_is_better) == ("error", False)
     assert comparison.num_parameters == 9
-    for contestant in comparison.contestants:
-        record = Record(directory / contestant.runs[0])
+    for strategy in comparison.strategies:
+        record = Record(directory / strategy.runs[0])
         for rank in range(2):
             assert [event.step for event in record.events(rank)] == list(range(1, 9))
         assert [evaluation.step for evaluation in record.evaluations()] == list(range(1, 8))
-    ddp, localsgd = (contestant.measures["bytes_per_step"] for contestant in comparison.contestants)
+    ddp, localsgd = (strategy.measures["bytes_per_step"] for strategy in comparison.strategies)
     assert ddp.median == 4 * 9
     assert localsgd.median is not None
     assert 0 < localsgd.median < ddp.median

@@ -103,7 +103,7 @@ class OuterOptimizer(TakeMean):
         frozen meanwhile by the mean.
 
         Args:
-            changes: the mean of them; None: the parameters hold the mean.
+            changes: the mean of them, which is overwritten; None: the parameters hold the mean.
         """
         for place, (name, anchor) in enumerate(self.anchor.items()):
             parameter = self._parameters[name]
@@ -111,7 +111,7 @@ class OuterOptimizer(TakeMean):
                 anchor.grad = (
                     _begun(anchor, parameter) - parameter.detach()
                     if changes is None
-                    else -changes[place]
+                    else changes[place].neg_()
                 )
             elif changes is None:
                 anchor.detach().copy_(parameter.detach())  # without a gradient it is not stepped

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
@@ -193,15 +194,22 @@ class EncodedChanges:
             used, owed = np.ones(len(bucket.indices), np.bool_), reduction.residual
             if owed is not None and not owed.is_meta:
                 # Codes of few bits have no zero, and would move what has not moved.
-                places = zip(bucket.parameters, bucket.views, bucket.views_of(owed), strict=True)
-                has_any = [
-                    change.any() | (waiting.any() & parameter.requires_grad)
-                    for parameter, change, waiting in places
+                used = _have_any(bucket.views)
+                still = [
+                    position
+                    for position in np.flatnonzero(~used).tolist()
+                    if bucket.parameters[position].requires_grad
                 ]
-                used = np.array(read_numbers(has_any), np.bool_)
+                waiting = bucket.views_of(owed)
+                used[still] = _have_any([waiting[position] for position in still])
             # What is owed has its weight already, so that ranks count alike.
             tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
             reduction.launch(WeightedGradient(bucket.flat, tally, weight, grad_scale=1.0))
+
+    def go_on(self) -> None:
+        """Answer what has come of the peers, without waiting for more."""
+        for reduction in self.reductions:
+            reduction.go_on()
 
     def mean(self) -> list[torch.Tensor]:
         """The mean of what `launch` let leave, with the same bits on every rank, in the order of
@@ -260,6 +268,11 @@ class EncodedChanges:
             reduction.load(saved, local)
             if reduction.residual is not None:
                 reduction.residual.mul_(ratio)
+
+
+def _have_any(tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
+    """Which have an element that is not 0."""
+    return np.array(read_numbers([each.any() for each in tensors]), np.bool_)
 
 
 def _another_codec() -> CheckpointError:
@@ -377,6 +390,11 @@ class WeightExchange:
     def is_under_way(self) -> bool:
         """Whether something is between `launch` and `merge`, and part of `state`."""
         return False
+
+    def go_on(self) -> None:
+        """Answer what has come of the peers between `launch` and `merge`, without waiting for more:
+        they need the answers before they can merge.
+        """
 
     @abstractmethod
     def merge(self) -> None:
@@ -726,6 +744,7 @@ class PeriodicAverage(Callback):
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
+        self._go_on()
         self._before("backward")
 
     @override
@@ -742,9 +761,16 @@ class PeriodicAverage(Callback):
             if self.exchange.leaves_at in moments and self._is_due(self._num_steps + 1):
                 self._launch(self._num_steps + 1)
 
+    def _go_on(self) -> None:
+        if self._launched_for is not None:
+            begin_s = time.perf_counter()
+            self.exchange.go_on()
+            self.exchange.encode_s += time.perf_counter() - begin_s
+
     @override
     def on_after_step(self) -> None:
         self._num_steps += 1
+        self._go_on()
         if self._is_due(self._num_steps):
             self._merge()  # the last average, if the next one is due before it
             self._launch(self._num_steps)

@@ -14,7 +14,8 @@ DaSGD (arXiv 2006.00441), whose weighted correction is replaced by the exact one
 a rank's progress is lost and the mean over ranks is that of Local SGD.
 
 Cost per period: the bytes of Local SGD, a fragment at a time, hidden behind `delay` steps; memory
-for the anchor, and a copy of one fragment.
+for the anchor, and a copy of one fragment. What answers the peers' messages, such as the second
+half of a sum in few bits, leaves as a backward pass begins or a step ends.
 
 Differences from Streaming DiLoCo: a fragment is a run of parameters of about equal elements, and
 not of strided layers; statistics are averaged with the first fragment.
@@ -107,6 +108,10 @@ class _Fragment:
         self.changes = self.changes or self._make_changes()
         self.changes.launch(self.rule.changes())
 
+    def go_on(self) -> None:
+        if self.changes is not None and not self.means:
+            self.changes.go_on()
+
     def arrived(self) -> list[torch.Tensor]:
         """The mean changes. All ranks have launched them, so they come."""
         if not self.means:
@@ -169,6 +174,11 @@ class StreamingMean(WeightExchange):
             self._under_way = place
 
     @override
+    def go_on(self) -> None:
+        if self._under_way is not None:
+            self._fragments[self._under_way].go_on()
+
+    @override
     def merge(self) -> None:
         place, driver, stream = self._under_way, self._peers.driver, self._peers.stream
         if place is None:
@@ -182,19 +192,26 @@ class StreamingMean(WeightExchange):
         fragment = self._fragments[place]
         means = fragment.arrived()
         begin_s = time.perf_counter()
-        own = [each.detach().clone() for each in fragment.parameters.values()]
+        for parameter, kept in zip(fragment.parameters.values(), fragment.begun, strict=True):
+            if self._keeps_what_it_learned(parameter):
+                torch.sub(parameter.detach(), kept, out=kept)
+            else:
+                kept.copy_(parameter.detach())
         # The parameters hold the anchor afterwards.
         fragment.rule.merge_(means)
-        for parameter, mine, begun in zip(
-            fragment.parameters.values(), own, fragment.begun, strict=True
-        ):
-            if self._mix is None or not parameter.requires_grad:
-                parameter.detach().add_(mine.sub_(begun))
+        for parameter, kept in zip(fragment.parameters.values(), fragment.begun, strict=True):
+            if self._keeps_what_it_learned(parameter):
+                parameter.detach().add_(kept)
             else:
-                parameter.detach().lerp_(mine, self._mix)
+                assert self._mix is not None, "else what was learned is kept whole"
+                parameter.detach().lerp_(kept, self._mix)
         fragment.forget()
         self._under_way = None
         self.encode_s += time.perf_counter() - begin_s
+
+    def _keeps_what_it_learned(self, parameter: torch.nn.Parameter) -> bool:
+        """Whole, while its last average was under way."""
+        return self._mix is None or not parameter.requires_grad
 
     @override
     def state(self) -> CallbackState:

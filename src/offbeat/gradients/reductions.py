@@ -150,6 +150,9 @@ class Reduction:
             pending.wait()
         return self._tail
 
+    def go_on(self) -> None:
+        """Answer what has come of the peers, without waiting for more."""
+
     @abstractmethod
     def commit(self) -> torch.Tensor:
         """The step is good: change state, and return a buffer with the mean, times `grad_scale`.
@@ -288,6 +291,11 @@ class EncodingReduction(Reduction):
     @override
     def wait(self) -> Tally | torch.Tensor:
         return super().wait() if self._pending is None else self._exchanged().tally
+
+    @override
+    def go_on(self) -> None:
+        if self._pending is not None:
+            self._pending.poll()
 
     def _exchanged(self) -> Exchanged[Any]:
         assert self._pending is not None, "nothing was launched"

@@ -109,7 +109,7 @@ class ComparisonDisplay:
         self._show()
 
     def progress(self, label: str, progress: WorkerProgress) -> None:
-        if label not in self._rows:  # the runs without exchange are no contestant
+        if label not in self._rows:  # the runs without exchange are no strategy
             return
         row = self._rows[label]
         row.workers[progress.rank] = progress
@@ -247,7 +247,7 @@ _WITH_INTERVAL: Final = {"time_to_target_s", "final_metric", "step_s"}
 def print_comparison(comparison: Comparison, directory: Path, page: Path | None) -> None:
     """The verdict, the table, and where the rest is."""
     console = Console()
-    if all(contestant.failure is not None for contestant in comparison.contestants):
+    if all(strategy.failure is not None for strategy in comparison.strategies):
         # Each failure has been said when it came.
         print_line(console, comparison.verdict, "bold")
         print(f"record: {directory}")
@@ -258,12 +258,12 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         box=box.SIMPLE,
     )
     table.add_column("", min_width=_LEAST_COLUMN)
-    for contestant in comparison.contestants:
+    for strategy in comparison.strategies:
         table.add_column(
-            escape(contestant.label), justify="right", overflow="fold", min_width=_LEAST_COLUMN
+            escape(strategy.label), justify="right", overflow="fold", min_width=_LEAST_COLUMN
         )
     for measure, name in _ROWS.items():
-        cells = [_cell(contestant, measure) for contestant in comparison.contestants]
+        cells = [_cell(strategy, measure) for strategy in comparison.strategies]
         if any(cells):
             table.add_row(name.format(metric=comparison.metric_name.replace("_", " ")), *cells)
     console.print(table, crop=False)
@@ -282,18 +282,18 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
     print_line(console, f"network: {emulation.network}; compute: {emulation.compute}", "dim")
     for notice in emulation.notices:
         print_line(console, f"note: {notice}")
-    for contestant in comparison.contestants:
-        for notice in contestant.notices:
-            print_line(console, f"note ({contestant.label}): {notice}")
+    for strategy in comparison.strategies:
+        for notice in strategy.notices:
+            print_line(console, f"note ({strategy.label}): {notice}")
     print_line(console, f"record: {directory}")
     if page is not None:
         print_line(console, f"page:   {page}")
 
 
-def _cell(contestant: ComparedStrategy, measure: Measure) -> str:
-    if contestant.failure is not None:
+def _cell(strategy: ComparedStrategy, measure: Measure) -> str:
+    if strategy.failure is not None:
         return "failed" if measure == "step_s" else ""
-    figure = contestant.measures.get(measure)
+    figure = strategy.measures.get(measure)
     if figure is None or figure.median is None:
         return ""
     text, interval = write_estimate(figure, MEASURES[measure].unit)

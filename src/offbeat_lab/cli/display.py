@@ -46,7 +46,7 @@ def progress_display(
     then elsewhere.
     """
     console = Console(stderr=True, quiet=quiet)
-    if not console.is_terminal:
+    if quiet or not console.is_terminal:
         yield _Lines(title, console, num_workers)
         return
     columns = (

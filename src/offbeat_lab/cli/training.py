@@ -231,7 +231,7 @@ def compare(
     )
     planned = plan_comparison(request, out=out)
     comparison = _carry_out(planned, shlex.join(["offbeat", *sys.argv[1:]]), as_json=as_json)
-    if all(contestant.failure is not None for contestant in comparison.contestants):
+    if all(strategy.failure is not None for strategy in comparison.strategies):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -257,13 +257,13 @@ def demo(
     planned = plan_comparison(request, out=first_free("demo") if out is None else out)
     comparison = _carry_out(planned, "offbeat demo", as_json=as_json)
     failed = False
-    for contestant in comparison.contestants:
-        final = contestant.measures.get("final_metric")
+    for strategy in comparison.strategies:
+        final = strategy.measures.get("final_metric")
         reached = final is not None and final.median is not None and final.median >= _LEAST_ACCURACY
-        if contestant.label in _PROMISED and not reached:
+        if strategy.label in _PROMISED and not reached:
             failed = True
             print(
-                f"offbeat: {contestant.label} did not reach the accuracy {_LEAST_ACCURACY} that"
+                f"offbeat: {strategy.label} did not reach the accuracy {_LEAST_ACCURACY} that"
                 " the demo promises",
                 file=sys.stderr,
             )

@@ -151,9 +151,9 @@ def check_comparison(directory: Path, profile: ModelProfile | None = None) -> Ch
             " so runs are missing or cut short; check one that has"
         )
     runs = {
-        contestant.label: [Record(directory / run) for run in contestant.runs]
-        for contestant in comparison.contestants
-        if contestant.failure is None
+        strategy.label: [Record(directory / run) for run in strategy.runs]
+        for strategy in comparison.strategies
+        if strategy.failure is None
     }
     if not runs:
         raise ConfigError(f"no strategy of {directory} has finished; there is nothing to check")

@@ -67,10 +67,10 @@ def steps_to_target(
             f"{directory} knows of no metric that its strategies reached; compare again on"
             " something that is evaluated"
         )
-    compared = dict(_keyed(comparison.contestants))
+    compared = dict(_keyed(comparison.strategies))
     found = {spec: compared.get(_key(*parse_spec(spec))) for spec in strategies}
     if not any(found.values()):
-        labels = ", ".join(one.label for one in comparison.contestants)
+        labels = ", ".join(one.label for one in comparison.strategies)
         raise ConfigError(
             f"{directory} compared {labels}, and none of these is planned for with the same"
             " options; name them with --strategies"
@@ -97,9 +97,9 @@ def require_model(comparison: Comparison, directory: Path, profile: ModelProfile
 
 
 def _keyed(
-    contestants: Sequence[ComparedStrategy],
+    strategies: Sequence[ComparedStrategy],
 ) -> Iterator[tuple[tuple[str, str], ComparedStrategy]]:
-    for one in contestants:
+    for one in strategies:
         try:
             yield _key(one.strategy, one.options), one
         except ConfigError:

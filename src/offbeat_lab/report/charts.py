@@ -15,7 +15,7 @@ from offbeat_lab.report.data import Curve, Floats, PageContent, RunResults, Stra
 
 MAX_POINTS = 600
 _LOG_FROM = 8.0
-"""A logarithmic axis where contestants end further apart than this factor: on a plain one all but
+"""A logarithmic axis where strategies end further apart than this factor: on a plain one all but
 the last would be a smear.
 """
 
@@ -54,14 +54,14 @@ class Series:
     """One line.
 
     Attributes:
-        contestant: its number, which gives it colour, dash and marker.
+        strategy: its number, which gives it colour, dash and marker.
         name: for the pointer.
         x, y: points; null breaks the line.
         low, high: a band around the line, or nothing.
         thin: whether it is one seed among several.
     """
 
-    contestant: int
+    strategy: int
     name: str
     x: Line
     y: Line
@@ -81,7 +81,7 @@ class LineChart:
         target: where a dashed line crosses it.
         changes: where upright ones do, and what they are called: from there on another strategy was
             at work.
-        apart: whether its lines are no contestants, so that hiding these leaves it as it is.
+        apart: whether its lines are no strategies, so that hiding these leaves it as it is.
         legend: names of its lines, where nothing else on the page tells them.
     """
 
@@ -102,8 +102,8 @@ def line_charts(report: PageContent) -> list[LineChart]:
     and traffic. The first one is what the page begins with.
     """
     charts = list(_metric_charts(report))
-    if not report.compares and report.contestants[0].runs:
-        charts += _step_charts(report.contestants[0].runs[0])
+    if not report.compares and report.strategies[0].runs:
+        charts += _step_charts(report.strategies[0].runs[0])
     return charts
 
 
@@ -134,7 +134,7 @@ def bin_mean(
 
 def _metric_charts(report: PageContent) -> Iterator[LineChart]:
     if not any(
-        run.curve.metric.size > 1 for contestant in report.contestants for run in contestant.runs
+        run.curve.metric.size > 1 for strategy in report.strategies for run in strategy.runs
     ):
         return
     metric = report.metric_name
@@ -146,15 +146,15 @@ def _metric_charts(report: PageContent) -> Iterator[LineChart]:
     ):
         ends = [
             getattr(run.curve, key)[-1]
-            for c in report.contestants
+            for c in report.strategies
             for run in c.runs
             if run.curve.metric.size > 1
         ]
         log = bool(min(ends) > 0 and max(ends) / min(ends) > _LOG_FROM)
         series = [
             line
-            for number, contestant in enumerate(report.contestants)
-            for line in _curves(number, contestant, key, log=log)
+            for number, strategy in enumerate(report.strategies)
+            for line in _curves(number, strategy, key, log=log)
         ]
         if any(line.x for line in series):
             yield LineChart(
@@ -173,7 +173,7 @@ def _metric_axis(report: PageContent) -> Axis:
     share that comes near to one is shown by what is missing, a loss that falls far by its
     logarithm.
     """
-    found = [run.curve.metric for contestant in report.contestants for run in contestant.runs]
+    found = [run.curve.metric for strategy in report.strategies for run in strategy.runs]
     values = np.concatenate(found)
     values = values[np.isfinite(values)]
     title, unit = report.metric_name, NUMBER.scales
@@ -191,16 +191,16 @@ def _metric_axis(report: PageContent) -> Axis:
     return Axis(title=title, unit=unit, whole=whole, least_missing=float(missing.min()) / 2)
 
 
-def _curves(number: int, contestant: StrategyResults, key: str, *, log: bool) -> Iterator[Series]:
-    """The seeds as thin lines and the median over them; a contestant of one seed is its median."""
-    runs = [run for run in contestant.runs if run.curve.metric.size > 1]
+def _curves(number: int, strategy: StrategyResults, key: str, *, log: bool) -> Iterator[Series]:
+    """The seeds as thin lines and the median over them; a strategy of one seed is its median."""
+    runs = [run for run in strategy.runs if run.curve.metric.size > 1]
     if len(runs) > 1:
         for run in runs:
-            name, x = f"{contestant.label}, seed {run.seed}", getattr(run.curve, key)
+            name, x = f"{strategy.label}, seed {run.seed}", getattr(run.curve, key)
             yield replace(line(number, name, x, run.curve.metric, log=log), thin=True)
     if runs:
         x, y = _median([run.curve for run in runs], key)
-        yield line(number, contestant.label, x, y, log=log)
+        yield line(number, strategy.label, x, y, log=log)
 
 
 def _median(curves: Sequence[Curve], key: str) -> tuple[Floats, Floats]:
@@ -258,7 +258,7 @@ def mean_line(x: Floats, values: Floats) -> Series:
         values: shape (workers, points).
     """
     at, mean, low, high = map(rounded, bin_mean(x, values))
-    return Series(contestant=0, name="mean over workers", x=at, y=mean, low=low, high=high)
+    return Series(strategy=0, name="mean over workers", x=at, y=mean, low=low, high=high)
 
 
 def line(number: int, name: str, x: Floats, y: Floats, *, log: bool = False) -> Series:
@@ -267,7 +267,7 @@ def line(number: int, name: str, x: Floats, y: Floats, *, log: bool = False) -> 
         x, y = x[x > 0], y[x > 0]
     if x.size > MAX_POINTS:
         x, y, _, _ = bin_mean(x, y[None])
-    return Series(contestant=number, name=name, x=rounded(x), y=rounded(y))
+    return Series(strategy=number, name=name, x=rounded(x), y=rounded(y))
 
 
 def rounded(values: Floats) -> Line:
@@ -284,14 +284,14 @@ def _wide(values: Floats, factor: float = _LOG_Y_FROM) -> bool:
 def _ends(report: PageContent, key: str, unit: Unit) -> str:
     """Where each line ends, in words."""
     parts = []
-    for contestant in report.contestants:
-        curves = [run.curve for run in contestant.runs if run.curve.metric.size > 1]
+    for strategy in report.strategies:
+        curves = [run.curve for run in strategy.runs if run.curve.metric.size > 1]
         if curves:
             x, y = _median(curves, key)
             if x.size:
                 after = f"{write(float(x[-1]), unit)}{' steps' if key == 'steps' else ''}"
                 parts.append(
-                    f"{contestant.label} ends at {write(float(y[-1]), NUMBER)} after {after}"
+                    f"{strategy.label} ends at {write(float(y[-1]), NUMBER)} after {after}"
                 )
     return "; ".join(parts) + "."
 
@@ -321,14 +321,14 @@ class TimelineChart:
     steps: computing, sleeping and encoding before the worker is ready; then waiting for late ones,
     transfer, and what is left of encoding and computing.
 
-    Pauses between steps, in which other contestants had their turn, are left out.
+    Pauses between steps, in which other strategies had their turn, are left out.
 
     Where workers keep step, a window is some steps; where they do not, it is the time that some
     steps of one worker take, and what its peers did in it. A window that a worker's death falls
     into is the one to look at.
 
     Attributes:
-        contestant, run: numbers, by which the page's filters find it.
+        strategy, run: numbers, by which the page's filters find it.
         steps: for each worker the numbers of its steps; 0 where it has none.
         reference: the worker by whose steps the window goes.
         apart: whether workers do not keep step, so that a column is not one step.
@@ -340,7 +340,7 @@ class TimelineChart:
         gone: (worker, when) for those that died, likewise.
     """
 
-    contestant: int
+    strategy: int
     run: int
     steps: list[list[int]]
     reference: int
@@ -354,8 +354,8 @@ class TimelineChart:
 
 def timelines(report: PageContent) -> Iterator[TimelineChart]:
     """The window of every run that has steps."""
-    for number, contestant in enumerate(report.contestants):
-        for position, run in enumerate(contestant.runs):
+    for number, strategy in enumerate(report.strategies):
+        for position, run in enumerate(strategy.runs):
             window = middle(run)
             if window.num_steps:
                 yield _timeline(number, position, run, window)
@@ -457,7 +457,7 @@ def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
     return np.stack([compute, padded, encode, waiting, transfer, encode_after, left - encode_after])
 
 
-def _timeline(contestant: int, run: int, of: RunResults, window: Steps) -> TimelineChart:
+def _timeline(strategy: int, run: int, of: RunResults, window: Steps) -> TimelineChart:
     drawn, numbers, reference = side_by_side(of.steps, window)
     apart = drawn is not window
     steps = without_pauses(drawn)
@@ -468,7 +468,7 @@ def _timeline(contestant: int, run: int, of: RunResults, window: Steps) -> Timel
     exchanged = ~np.isnan(steps.ready_s).any(axis=0) & (steps.num_ranks > 1) & (not apart)
     ready_s = np.where(exchanged, np.fmax.reduce(steps.ready_s) - origin_s, 0.0)
     return TimelineChart(
-        contestant=contestant,
+        strategy=strategy,
         run=run,
         steps=numbers.tolist(),
         reference=reference,

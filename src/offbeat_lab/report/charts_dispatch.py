@@ -47,7 +47,7 @@ _OF_WORKERS: Final[Sequence[tuple[str, str, str, Unit, Callable[[Share], float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatch:
-    """One contestant's.
+    """One strategy's.
 
     Attributes:
         heading: its label.
@@ -64,13 +64,13 @@ class Dispatch:
 
 
 def dispatches(report: PageContent) -> Iterator[Dispatch]:
-    """Of each contestant that shared samples out, its first run."""
-    for number, contestant in enumerate(report.contestants):
-        run = next((run for run in contestant.runs if run.mega_batches), None)
+    """Of each strategy that shared samples out, its first run."""
+    for number, strategy in enumerate(report.strategies):
+        run = next((run for run in strategy.runs if run.mega_batches), None)
         if run is not None:
             workers = _num_workers(run)
             yield Dispatch(
-                heading=contestant.label,
+                heading=strategy.label,
                 sentence=sentence_of(run.mega_batches),
                 charts=[*_worker_charts(number, run), _rate_chart(number, run)],
                 num_lines=workers if workers <= MOST_LINES else 0,
@@ -93,12 +93,12 @@ def reached(mega_batch: MegaBatch) -> float:
     )
 
 
-def _worker_charts(contestant: int, run: RunResults) -> Iterator[LineChart]:
+def _worker_charts(strategy: int, run: RunResults) -> Iterator[LineChart]:
     numbers = np.array([one.number for one in run.mega_batches], dtype=np.float64)
     for key, heading, title, unit, value in _OF_WORKERS:
         values = _by_worker(run, value)
         yield LineChart(
-            key=f"dispatch-{key}-{contestant}",
+            key=f"dispatch-{key}-{strategy}",
             heading=heading,
             summary=(
                 f"{title} of each worker in each mega-batch. At the end: {_ends(values, unit)}."
@@ -110,14 +110,14 @@ def _worker_charts(contestant: int, run: RunResults) -> Iterator[LineChart]:
         )
 
 
-def _rate_chart(contestant: int, run: RunResults) -> LineChart:
+def _rate_chart(strategy: int, run: RunResults) -> LineChart:
     numbers = np.array([one.number for one in run.mega_batches], dtype=np.float64)
     rates = np.array(
         [[function(one) for one in run.mega_batches] for function in (reached, own_speeds)]
     )
     names = ("all workers together", "sum of the workers' own speeds")
     return LineChart(
-        key=f"dispatch-rate-{contestant}",
+        key=f"dispatch-rate-{strategy}",
         heading="Samples a second, against the sum of the workers' own speeds",
         summary=(
             "Samples a second of all workers together, and the sum of their own speeds."

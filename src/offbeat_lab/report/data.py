@@ -41,7 +41,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunResults:
-    """One run of a contestant.
+    """One run of a strategy.
 
     Attributes:
         seed: of parameters and sample order.
@@ -70,7 +70,7 @@ class StrategyResults:
     """One strategy with its options, and what its runs gave.
 
     Attributes:
-        measures: estimates by the names of `style.MEASURES`.
+        measures: estimates by the names of `figures.MEASURES`.
         notices: honest remarks of its runs.
         failure: why it has no result.
     """
@@ -114,7 +114,7 @@ class PageContent:
     metric_name: str
     metric_better: Better
     target: float | None = None
-    contestants: Sequence[StrategyResults]
+    strategies: Sequence[StrategyResults]
     differences: Sequence[Difference] = ()
     cluster: Cluster | None = None
     emulation: EmulationReport | None = None
@@ -124,5 +124,5 @@ class PageContent:
 
     @property
     def compares(self) -> bool:
-        """Whether there is more than one contestant."""
-        return len(self.contestants) > 1
+        """Whether there is more than one strategy."""
+        return len(self.strategies) > 1

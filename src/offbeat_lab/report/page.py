@@ -112,15 +112,13 @@ def render(report: PageContent) -> str:
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=_embed(
             {
-                "contestants": [contestant.label for contestant in report.contestants],
-                "seeds": [
-                    [run.seed for run in contestant.runs] for contestant in report.contestants
-                ],
+                "strategies": [strategy.label for strategy in report.strategies],
+                "seeds": [[run.seed for run in strategy.runs] for strategy in report.strategies],
                 "charts": {
                     chart.key: asdict(chart)
                     for chart in chain(charts, *(one.charts for one in divided))
                 },
-                "advised": 0 if advice is None else advice.contestant,
+                "advised": 0 if advice is None else advice.strategy,
                 "timelines": [asdict(window) for window in windows],
             }
         ),
@@ -231,7 +229,7 @@ def report_of_comparison(directory: Path) -> PageContent:
         metric_name=words(comparison.metric_name),
         metric_better=Better.HIGHER if comparison.higher_is_better else Better.LOWER,
         target=comparison.target,
-        contestants=[_contestant(directory, compared) for compared in comparison.contestants],
+        strategies=[_strategy(directory, compared) for compared in comparison.strategies],
         differences=comparison.differences,
         cluster=comparison.cluster,
         emulation=comparison.emulation,
@@ -248,7 +246,7 @@ def report_of_comparison(directory: Path) -> PageContent:
     )
 
 
-def _contestant(directory: Path, compared: ComparedStrategy) -> StrategyResults:
+def _strategy(directory: Path, compared: ComparedStrategy) -> StrategyResults:
     runs, missing = [], []
     for name in compared.runs:
         try:
@@ -300,7 +298,7 @@ def report_of_run(directory: Path) -> PageContent:
         metric_better=Better.HIGHER
         if summary is None or summary.higher_is_better
         else Better.LOWER,
-        contestants=[
+        strategies=[
             StrategyResults(
                 label=config.strategy,
                 strategy=config.strategy,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat_lab.breakdown import Lateness, lateness
+from offbeat_lab.breakdown import Lateness
 from offbeat_lab.comparison import Difference
 from offbeat_lab.figures import (
     MEASURES,
@@ -24,7 +24,7 @@ from offbeat_lab.figures import (
     write_estimate,
 )
 from offbeat_lab.report.data import PageContent
-from offbeat_lab.report.page_summary import SHORT, median, slow_worker
+from offbeat_lab.report.page_summary import SHORT, latenesses, median, slow_worker
 
 _MANY_WORKERS, _LATEST = 16, 12
 
@@ -47,7 +47,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measure of all contestants. `note` says between whom there is no difference; `short` is
+    """One measure of all strategies. `note` says between whom there is no difference; `short` is
     its heading in the table of the main ones, and empty where it is none of them.
     """
 
@@ -64,7 +64,7 @@ class Bar:
     """
 
     label: str
-    contestant: int
+    strategy: int
     percent: float
     text: str
     more: str = ""
@@ -85,7 +85,7 @@ class Bars:
 def rows(report: PageContent) -> Iterator[Row]:
     """The table: a row for each measure that some strategy has."""
     for name, measure in MEASURES.items():
-        known = any(median(contestant, name) is not None for contestant in report.contestants)
+        known = any(median(strategy, name) is not None for strategy in report.strategies)
         if known and measure.better is not Better.NEITHER:
             yield _row(report, name, measure)
 
@@ -105,14 +105,14 @@ def difference_rows(report: PageContent) -> Iterator[tuple[str, str, str, str, s
 
 
 def step_bars(report: PageContent) -> Bars | None:
-    """Where a step's time goes; None where no contestant says."""
-    steps = [median(contestant, "step_s") for contestant in report.contestants]
+    """Where a step's time goes; None where no strategy says."""
+    steps = [median(strategy, "step_s") for strategy in report.strategies]
     longest = max((step for step in steps if step), default=None)
     if longest is None:
         return None
     bars = []
-    for number, (contestant, step_s) in enumerate(zip(report.contestants, steps, strict=True)):
-        shares = {phase: median(contestant, name) for phase, (name, _) in SHARES.items()}
+    for number, (strategy, step_s) in enumerate(zip(report.strategies, steps, strict=True)):
+        shares = {phase: median(strategy, name) for phase, (name, _) in SHARES.items()}
         known = {phase: share for phase, share in shares.items() if share is not None}
         if step_s is None or not known:
             continue
@@ -124,8 +124,8 @@ def step_bars(report: PageContent) -> Bars | None:
         text = f"{write(step_s, SECONDS)} a step"
         bars.append(
             Bar(
-                label=contestant.label,
-                contestant=number,
+                label=strategy.label,
+                strategy=number,
                 percent=100 * step_s / longest,
                 text=text,
                 parts=parts,
@@ -135,12 +135,9 @@ def step_bars(report: PageContent) -> Bars | None:
 
 
 def lateness_bars(report: PageContent) -> Iterator[Bars]:
-    """How late each worker came, for every contestant that says; of many workers the latest."""
+    """How late each worker came, for every strategy that says; of many workers the latest."""
     slow = slow_worker(report)
-    for number, contestant in enumerate(report.contestants):
-        late = lateness([run.steps for run in contestant.runs])
-        if late is None:
-            continue
+    for strategy, late in latenesses(report):
         longest = float(late.mean_s.max()) or 1.0
         shown = range(late.mean_s.size)
         if late.mean_s.size > _MANY_WORKERS:
@@ -148,7 +145,7 @@ def lateness_bars(report: PageContent) -> Iterator[Bars]:
         bars = [
             Bar(
                 label=f"worker {worker}",
-                contestant=number,
+                strategy=list(report.strategies).index(strategy),
                 percent=100 * float(late.mean_s[worker]) / longest,
                 text=write(float(late.mean_s[worker]), SECONDS),
                 more=f"last in {write(float(late.last_share[worker]), SHARE)}",
@@ -157,7 +154,7 @@ def lateness_bars(report: PageContent) -> Iterator[Bars]:
             for worker in shown
         ]
         yield Bars(
-            heading=contestant.label,
+            heading=strategy.label,
             bars=bars,
             sentence=lateness_sentence(late),
             left_out=late.mean_s.size - len(bars),
@@ -167,20 +164,18 @@ def lateness_bars(report: PageContent) -> Iterator[Bars]:
 def traffic_bars(report: PageContent) -> Iterator[Bars]:
     """Bytes, messages and memory."""
     for name in ("bytes_per_step", "messages_per_step", "peak_memory_bytes"):
-        values = [median(contestant, name) for contestant in report.contestants]
+        values = [median(strategy, name) for strategy in report.strategies]
         longest = max((value for value in values if value is not None), default=None)
         if longest is None:
             continue
         bars = [
             Bar(
-                label=contestant.label,
-                contestant=number,
+                label=strategy.label,
+                strategy=number,
                 percent=100 * value / (longest or 1.0),
                 text=write(value, MEASURES[name].unit),
             )
-            for number, (contestant, value) in enumerate(
-                zip(report.contestants, values, strict=True)
-            )
+            for number, (strategy, value) in enumerate(zip(report.strategies, values, strict=True))
             if value is not None
         ]
         yield Bars(heading=MEASURES[name].title, bars=bars)
@@ -189,16 +184,16 @@ def traffic_bars(report: PageContent) -> Iterator[Bars]:
 def _row(report: PageContent, name: str, measure: Measure) -> Row:
     best, equals = _best(report, name, measure)
     cells = []
-    for contestant in report.contestants:
-        estimate = contestant.measures.get(name)
-        if contestant.failure is not None and (estimate is None or estimate.median is None):
+    for strategy in report.strategies:
+        estimate = strategy.measures.get(name)
+        if strategy.failure is not None and (estimate is None or estimate.median is None):
             cells.append(Cell(text="failed"))
         elif estimate is None or estimate.median is None:
             cells.append(Cell(text="not reached" if "_to_target" in name else NOTHING))
         else:
             text, interval = write_estimate(estimate, measure.unit)
             cells.append(
-                Cell(text=text, interval=interval, best=best == contestant.label and not equals)
+                Cell(text=text, interval=interval, best=best == strategy.label and not equals)
             )
     note = (
         f"no difference beyond the spread between {', '.join([best, *equals[:-1]])} and"
@@ -211,14 +206,14 @@ def _row(report: PageContent, name: str, measure: Measure) -> Row:
 
 
 def _best(report: PageContent, name: str, measure: Measure) -> tuple[str | None, list[str]]:
-    """The best contestant of a measure, and those from which it does not differ beyond
+    """The best strategy of a measure, and those from which it does not differ beyond
     the spread.
     """
     better = report.metric_better if measure.better is None else measure.better
     values = {
-        contestant.label: estimate.median
-        for contestant in report.contestants
-        if (estimate := contestant.measures.get(name)) is not None
+        strategy.label: estimate.median
+        for strategy in report.strategies
+        if (estimate := strategy.measures.get(name)) is not None
         and estimate.median is not None
         and None not in estimate.values  # as of a target that some runs did not reach
     }
@@ -243,7 +238,7 @@ def _title(measure: Measure, report: PageContent) -> str:
 
 
 def lateness_sentence(late: Lateness) -> str:
-    """Who comes last, and how late. Whether one worker is slow is decided over all contestants."""
+    """Who comes last, and how late. Whether one worker is slow is decided over all strategies."""
     spread = write(late.spread_s, SECONDS)
     if late.together:
         return f"Workers come together: the last one {spread} after the first on average."

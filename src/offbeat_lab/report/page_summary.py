@@ -41,7 +41,7 @@ class KeyNumber:
     Attributes:
         text: the value.
         title: what it is.
-        beside: the value of another contestant, and whether there is a difference.
+        beside: the value of another strategy, and whether there is a difference.
     """
 
     text: str
@@ -50,7 +50,7 @@ class KeyNumber:
 
 
 def key_numbers(report: PageContent) -> list[KeyNumber]:
-    """Of the contestant that the verdict speaks of, beside the dense one or the next best."""
+    """Of the strategy that the verdict speaks of, beside the dense one or the next best."""
     best = _named(report, report.winner)
     if best is None:
         return []
@@ -70,10 +70,10 @@ def key_numbers(report: PageContent) -> list[KeyNumber]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What to do about waiting, and of which contestant it speaks."""
+    """What to do about waiting, and of which strategy it speaks."""
 
     text: str
-    contestant: int
+    strategy: int
 
 
 def advice(report: PageContent) -> Advice | None:
@@ -84,7 +84,7 @@ def advice(report: PageContent) -> Advice | None:
     if not known:
         return None
     one, text = _advised(report, known)
-    return Advice(text=text, contestant=list(report.contestants).index(one))
+    return Advice(text=text, strategy=list(report.strategies).index(one))
 
 
 def _advised(
@@ -125,11 +125,11 @@ def _advised(
 
 
 def latenesses(report: PageContent) -> Iterator[tuple[StrategyResults, Lateness]]:
-    """How late workers were under each contestant whose workers wait for each other."""
-    for contestant in report.contestants:
-        late = lateness([run.steps for run in contestant.runs])
+    """How late workers were under each strategy whose workers wait for each other."""
+    for strategy in report.strategies:
+        late = lateness([run.steps for run in strategy.runs])
         if late is not None:
-            yield contestant, late
+            yield strategy, late
 
 
 def slow_worker(report: PageContent) -> int | None:
@@ -137,17 +137,17 @@ def slow_worker(report: PageContent) -> int | None:
     return slow_worker_of(late.slow_worker for _, late in latenesses(report))
 
 
-def median(contestant: StrategyResults, name: str) -> float | None:
-    estimate = contestant.measures.get(name)
+def median(strategy: StrategyResults, name: str) -> float | None:
+    estimate = strategy.measures.get(name)
     return None if estimate is None else estimate.median
 
 
-def _under(report: PageContent, contestant: StrategyResults) -> str:
-    return f" under {contestant.label}" if report.compares else ""
+def _under(report: PageContent, strategy: StrategyResults) -> str:
+    return f" under {strategy.label}" if report.compares else ""
 
 
 def _named(report: PageContent, label: str | None) -> StrategyResults | None:
-    return next((one for one in report.contestants if one.label == label), None)
+    return next((one for one in report.strategies if one.label == label), None)
 
 
 def _title(measure: Measure, name: str, report: PageContent) -> str:
@@ -160,7 +160,7 @@ def _beside(report: PageContent, best: StrategyResults, name: str) -> str:
     """Such as `gtopk; ddp 1.2 s`."""
     if not report.compares:
         return ""
-    others = [one for one in report.contestants if one is not best]
+    others = [one for one in report.strategies if one is not best]
     dense = [one for one in others if one.strategy in _DENSE]
     rest = sorted(others, key=lambda one: median(one, "step_s") or float("inf"))
     other = next((one for one in [*dense, *rest] if median(one, name) is not None), None)

@@ -83,9 +83,7 @@ def _open_runs(path: Path) -> list[tuple[str, TraceTimeline]]:
     """
     if is_comparison(path):
         places = [
-            path / run
-            for contestant in read_comparison(path).contestants
-            for run in contestant.runs
+            path / run for strategy in read_comparison(path).strategies for run in strategy.runs
         ]
         runs = [
             (place.name, TraceTimeline(Record(place)))

@@ -146,7 +146,7 @@
     const chart = data.charts[figure.dataset.chart], svg = figure.querySelector(":scope > svg");
     const width = Math.max(200, Math.round(figure.clientWidth)), height = Math.round(Math.min(360, Math.max(230, width * 0.56)));
     clear(svg, width, height);
-    const all = chart.series.filter((series) => chart.apart || !hidden.has(series.contestant));
+    const all = chart.series.filter((series) => chart.apart || !hidden.has(series.strategy));
     const usable = (axis) => (value) => finite(value) && (!axis.log || value > 0);
     const xs = all.flatMap((series) => series.x).filter(usable(chart.x));
     const ys = all.flatMap((series) => [series.y, series.low ?? [], series.high ?? []].flat()).filter(usable(chart.y));
@@ -184,7 +184,7 @@
       const found = nearest(svg, event, all, x.at, y.at, width);
       if (!found) return;
       const { series, k } = found;
-      cross.setAttribute("class", `halo c${series.contestant % 8}`);
+      cross.setAttribute("class", `halo c${series.strategy % 8}`);
       cross.setAttribute("cx", x.at(series.x[k]));
       cross.setAttribute("cy", y.at(series.y[k]));
       cross.setAttribute("visibility", "visible");
@@ -195,9 +195,9 @@
   };
 
   const drawSeries = (svg, series, x, y) => {
-    const group = make(svg, "g", { class: `c${series.contestant % 8}` });
+    const group = make(svg, "g", { class: `c${series.strategy % 8}` });
     if (series.low) make(group, "path", { class: "band", d: bandOf(series, x, y) });
-    const dash = series.thin ? null : DASHES[series.contestant % 8] || null;
+    const dash = series.thin ? null : DASHES[series.strategy % 8] || null;
     make(group, "path", { class: series.thin ? "line thin" : "line", d: pathOf(series, x, y), "stroke-dasharray": dash });
     if (series.thin || series.low) return;
     const known = series.x.map((_, k) => k).filter((k) => finite(series.x[k]) && finite(series.y[k]));
@@ -207,7 +207,7 @@
       const cx = x(series.x[k]);
       if (cx !== end && (cx - drawnAt < 46 || end - cx < 20)) continue;
       drawnAt = cx;
-      make(group, "path", { class: "marker", d: MARKERS[series.contestant % 8], transform: `translate(${cx.toFixed(1)} ${y(series.y[k]).toFixed(1)})` });
+      make(group, "path", { class: "marker", d: MARKERS[series.strategy % 8], transform: `translate(${cx.toFixed(1)} ${y(series.y[k]).toFixed(1)})` });
     }
   };
 
@@ -224,7 +224,7 @@
     return best;
   };
 
-  // Line, dash and marker of a contestant, wherever its name stands.
+  // Line, dash and marker of a strategy, wherever its name stands.
   const drawKeys = () => {
     for (const svg of document.querySelectorAll("svg[data-key]")) {
       clear(svg, 26, 12);
@@ -236,7 +236,7 @@
 
   // The timeline.
   const figure = document.getElementById("timeline");
-  const chosen = { contestant: 0, run: 0, count: 12, from: 0 };
+  const chosen = { strategy: 0, run: 0, count: 12, from: 0 };
   const field = (name) => document.getElementById(`timeline-${name}`);
   const seconds = [[0, 1e-6, "µs"], [0.9995e-3, 1e-3, "ms"], [0.9995, 1, "s"]];
 
@@ -245,9 +245,9 @@
     select.replaceChildren(...options.map(([key, text]) => new Option(text, key, false, key === value)));
   };
   const offerRuns = () => {
-    const mine = data.timelines.filter((one) => one.contestant === chosen.contestant);
+    const mine = data.timelines.filter((one) => one.strategy === chosen.strategy);
     if (!mine.some((one) => one.run === chosen.run)) chosen.run = mine[0].run;
-    offer(field("run"), mine.map((one) => [one.run, data.seeds[one.contestant][one.run]]), chosen.run);
+    offer(field("run"), mine.map((one) => [one.run, data.seeds[one.strategy][one.run]]), chosen.run);
     const window_ = mine.find((one) => one.run === chosen.run);
     const have = window_.apart ? window_.cells[window_.reference].filter((cell) => cell).length : window_.last.length;
     const counts = [1, 3, 6, 12, 20, 40].filter((count) => count < have);
@@ -262,7 +262,7 @@
 
   const drawTimeline = () => {
     const svg = figure.querySelector(":scope > svg");
-    const window_ = data.timelines.find((one) => one.contestant === chosen.contestant && one.run === chosen.run);
+    const window_ = data.timelines.find((one) => one.strategy === chosen.strategy && one.run === chosen.run);
     const first = chosen.from, last = chosen.from + chosen.count, workers = window_.cells.length;
     const row = workers <= 16 ? 20 : 11, gap = workers <= 16 ? 9 : 4, top = 26;
     const width = Math.max(240, Math.round(figure.clientWidth)), right = width - 10, narrow = width < 600;
@@ -300,7 +300,7 @@
     make(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
     drawTicks(svg, x.ticks, x.at, bottom, left, right);
     make(svg, "text", { x: right, y: height - 4, "text-anchor": "end" }, `time, ${x.name}`);
-    const whose = data.contestants.length > 1 ? `${data.contestants[chosen.contestant]}, seed ${data.seeds[chosen.contestant][chosen.run]}: steps` : "Steps";
+    const whose = data.strategies.length > 1 ? `${data.strategies[chosen.strategy]}, seed ${data.seeds[chosen.strategy][chosen.run]}: steps` : "Steps";
     const numbers = window_.steps[window_.reference].slice(first, last).filter((number) => number);
     field("says").textContent = `${whose} ${numbers[0]} to ${numbers[numbers.length - 1]} of ${workers === 1 ? "the one worker" : `${workers} workers`}. `
       + "Where a step begins and ends, when a worker was ready, and how long each phase took are as recorded; the order of phases in between is schematic.";
@@ -341,11 +341,11 @@
   };
 
   const startTimeline = () => {
-    const present = [...new Set(data.timelines.map((one) => one.contestant))];
-    chosen.contestant = present.includes(data.advised) ? data.advised : present[0];
+    const present = [...new Set(data.timelines.map((one) => one.strategy))];
+    chosen.strategy = present.includes(data.advised) ? data.advised : present[0];
     chosen.count = page.clientWidth < 600 ? 6 : 12;
-    offer(field("contestant"), present.map((number) => [number, data.contestants[number]]), chosen.contestant);
-    for (const name of ["contestant", "run", "count", "from"])
+    offer(field("strategy"), present.map((number) => [number, data.strategies[number]]), chosen.strategy);
+    for (const name of ["strategy", "run", "count", "from"])
       field(name)?.addEventListener("input", (event) => {
         chosen[name] = Number(event.target.value);
         offerRuns();
