@@ -18,8 +18,10 @@ from torch.distributed.fsdp import fully_shard
 import offbeat
 from gpu_support import DEVICE
 from offbeat.strategies.base import Strategy
-from offbeat.torch_private import new_nccl_backend
-from offbeat.transport.backends import WAIT_LIMIT
+from offbeat.torch_private import new_gloo_backend, new_nccl_backend
+from offbeat.transport.backends import WAIT_LIMIT, gloo_device
+from offbeat.transport.operations import AllReduceTensor
+from offbeat.transport.routed import C10d
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "allreduce": lambda: offbeat.AllReduce(),
@@ -207,3 +209,25 @@ def test_an_island_that_fully_shard_divides_trains_as_a_plain_model(
         whole = [p.full_tensor() if is_divided else p for p in model.parameters()]  # type: ignore[operator]
         ended.append(torch.cat([p.detach().flatten() for p in whole]))
     torch.testing.assert_close(ended[0], ended[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.needs_gpu
+def test_a_sum_over_nccl_may_be_launched_long_before_its_turn(device: torch.device) -> None:
+    store = dist.HashStore()
+    cpu = new_gloo_backend(
+        dist.PrefixStore("gloo", store),
+        0,
+        1,
+        device=gloo_device("127.0.0.1").handle,
+        connect_limit=timedelta(seconds=30),
+        wait_limit=WAIT_LIMIT,
+    )
+    cuda = new_nccl_backend(dist.PrefixStore("nccl", store), 0, 1, wait_limit=WAIT_LIMIT)
+    driver = C10d(cpu, cuda)
+    matrix = torch.randn(8192, 8192, dtype=torch.float64, device=device)
+    for _ in range(60):  # more than a second for the device, and nothing for the host
+        matrix @ matrix
+    tensor = torch.ones(4, device=device)
+    driver.start(AllReduceTensor(tensor), 0).wait()
+    assert tensor.tolist() == [1.0] * 4
+    driver.close()

@@ -16,7 +16,7 @@ from gpu_support import DEVICE
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.errors import PeerError
 from offbeat.strategies.by_name import build_strategy, parse_spec
-from offbeat.strategies.choice import FIRST_LOOK
+from offbeat.strategies.choice import EARLY_LOOK, FIRST_LOOK
 from ranks_support.launch import RunRanks
 
 EXACT = [
@@ -42,6 +42,7 @@ EXACT = [
     "mpdkfac",
     "dkfac",
     "dpkfac",
+    "dear",
 ]
 """Whose result does not depend on who comes first."""
 
@@ -245,9 +246,32 @@ def chooses(rank: int, world_size: int, *, device: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_auto_looks_once_and_ranks_end_alike_on_a_gpu(
+def test_auto_looks_and_ranks_end_alike_on_a_gpu(run_ranks: RunRanks, device: torch.device) -> None:
+    ran = run_ranks(chooses, 2, device=device.type, timeout_s=120.0)
+    assert ran[0]["decisions"] in ([EARLY_LOOK], [FIRST_LOOK], [EARLY_LOOK, FIRST_LOOK])
+    assert ran[0] == ran[1]
+
+
+def computes(rank: int, world_size: int, *, device: str) -> list[tuple[int, str]]:
+    """Steps of which the device computes for nearly the whole time, and the host for none."""
+    at = torch.device(device)
+    model = torch.nn.Linear(64, 8).to(at)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    busy = torch.randn(4096, 4096, dtype=torch.float64, device=at)
+    with offbeat.attach(model, optimizer, "auto") as session:
+        for _ in range(FIRST_LOOK + 2):
+            for _ in range(20):
+                busy @ busy
+            model(torch.randn(8, 64, device=at)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [(each.step, each.after) for each in session.decisions]
+
+
+@pytest.mark.ranks
+@pytest.mark.needs_gpu
+def test_auto_does_not_take_what_the_device_computes_for_waiting(
     run_ranks: RunRanks, device: torch.device
 ) -> None:
-    ran = run_ranks(chooses, 2, device=device.type, timeout_s=120.0)
-    assert len(ran[0]["decisions"]) == 1
-    assert ran[0] == ran[1]
+    for decisions in run_ranks(computes, 2, device=device.type, timeout_s=120.0):
+        assert decisions == [(FIRST_LOOK, "allreduce")]

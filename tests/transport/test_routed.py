@@ -109,6 +109,62 @@ class Messages:
         pass
 
 
+class QueuedWork:
+    """NCCL's handle: a wait without a limit orders streams, one with a limit ends the communicator
+    of what takes longer.
+    """
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        if limit is not None:
+            raise RuntimeError("Watchdog caught collective operation timeout")
+
+
+class Nccl:
+    """A backend whose work takes long."""
+
+    def allreduce(self, tensors: object, options: object) -> QueuedWork:
+        return QueuedWork()
+
+
+class OnDevice(AllReduceTensor):
+    """A sum of what would be on a GPU."""
+
+    def begin(self, backends: C10d) -> Any:
+        return Nccl().allreduce([self.tensor], None)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 1)
+
+
+def test_what_takes_long_on_a_device_is_waited_for_without_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    synchronised: list[torch.device] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            synchronised.append(self.device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    cpu = new_gloo_backend(
+        HashStore(),
+        0,
+        1,
+        device=gloo_device(LOOPBACK).handle,
+        connect_limit=timedelta(seconds=30),
+        wait_limit=WAIT_LIMIT,
+    )
+    with closing(C10d(cpu, Nccl())) as driver:
+        driver.start(AllReduceTensor(torch.ones(2)), 0).wait()
+        assert not synchronised  # gloo's own
+        driver.start(OnDevice(torch.ones(2)), 0).wait()
+    assert synchronised == [torch.device("cuda", 1)]
+
+
 def test_a_rank_that_has_left_early_is_named_at_once() -> None:
     dense: Any = Broken()
     messages: Any = Messages()

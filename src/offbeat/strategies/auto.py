@@ -239,6 +239,8 @@ class Chooser(Callback):
         self._seen: deque[_Step] = deque(maxlen=_SEEN)
         self._to_settle = SETTLING
         self._ready_s = [0.0] * len(context.parameters)
+        # Whose gradient came last, in this pass and in the one before.
+        self._last_ready, self._last_before = -1, -1
         # The end of the last step on both clocks and that of the processors; when the backward pass
         # and the optimizer's step began.
         self._ended: tuple[float, float, float] | None = None
@@ -263,9 +265,22 @@ class Chooser(Callback):
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         if self._standing.is_due(ahead=1):
             self._ready_s[index] = self._worked_s() - self._began_s
+        self._last_ready = index
+        if index == self._last_before:
+            self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        """In the steps that are timed, before the exchange waits for it: what a device computes
+        would be taken for waiting.
+        """
+        device = next(iter(self._context.parameters.values())).device
+        is_timed = any(self._standing.is_due(ahead=steps) for steps in range(1, _SEEN + 1))
+        if device.type == "cuda" and is_timed:
+            torch.cuda.current_stream(device).synchronize()
 
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:
+        self._last_before = self._last_ready
         if synchronised:  # nothing is exchanged beside the others
             self._backward_s += self._worked_s() - self._began_s
 

@@ -148,6 +148,11 @@ class DenseOperation(_Named, ABC):
         """Bytes of the tensor or payload that this rank brings."""
 
     @property
+    def device(self) -> torch.device:
+        """Of what it works on."""
+        return torch.device("cpu")
+
+    @property
     def root_rank(self) -> int | None:
         """The rank whose tensor everyone gets, along a tree, where there is one."""
         return None
@@ -218,6 +223,11 @@ class _OfTensor(DenseOperation):
     def num_bytes(self) -> int:
         return self.tensor.nbytes
 
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.tensor.device
+
     @override
     def finish(self, backends: C10d) -> torch.Tensor:
         return self.tensor
@@ -277,7 +287,7 @@ class ReduceScatterTensor(_OfEqualParts):
     @override
     def begin(self, backends: C10d) -> BackendWork | None:
         backend, tensor = backends.backend_for(self.tensor), self.tensor
-        if tensor.is_cuda:
+        if backends.uses_nccl(tensor.device):
             parts = list(tensor.chunk(backends.world_size))
             return backend.reduce_scatter(
                 [parts[backends.rank]], [parts], dist.ReduceScatterOptions()

@@ -57,8 +57,8 @@ GIVE_UP_S: Final = 0.5
 _TAG_OF_NOBODY = 1
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _LOOK_S: Final = 0.25
-"""How long a wait lasts before it looks whether the connections have been cut. A limit of the wait,
-not of gloo's: the work goes on.
+"""How long a wait on gloo lasts before it looks whether the connections have been cut. A limit of
+the wait, not of gloo's: the work goes on.
 """
 
 
@@ -158,13 +158,17 @@ class C10d(Driver):
         """The backend that carries `tensor`. Raises `PeerError` when this driver is closed."""
         if self._cause is not None:
             raise PeerError(str(self._cause), rank=self._cause.rank)
-        backend = self._cuda if tensor.is_cuda and self._cuda is not None else self._cpu
+        backend = self._cuda if self.uses_nccl(tensor.device) else self._cpu
         if backend is None:
             raise PeerError(
                 f"rank {self.rank} has closed its connections; nothing can be sent or received any"
                 " more"
             )
         return backend
+
+    def uses_nccl(self, device: torch.device) -> bool:
+        """Whether NCCL carries tensors of `device`."""
+        return device.type == "cuda" and self._cuda is not None
 
     def finish(self, what: str, call: Callable[[], T]) -> T:
         """Run a call that may wait for peers.
@@ -194,8 +198,17 @@ class C10d(Driver):
             raise explained from error
         return result
 
-    def wait(self, work: BackendWork) -> None:
-        """Return when `work` is over. Gives up, with the cause, soon after the driver was cut."""
+    def wait(self, work: BackendWork, device: torch.device = torch.device("cpu")) -> None:
+        """Return when `work` on tensors of `device` is over. Gives up, with the cause, soon after
+        the driver was cut.
+        """
+        if self.uses_nccl(device):
+            # With a limit, NCCL would end the communicator of whatever takes longer. Without one
+            # its wait only orders streams, and a stream goes on after an abort as if all were well.
+            # So this thread waits itself: an abort, which `cut` makes, ends that, too.
+            work.wait()
+            torch.cuda.current_stream(device).synchronize()
+            return
         give_up_s = math.inf
         while True:
             begin_s = time.monotonic()
@@ -206,10 +219,6 @@ class C10d(Driver):
                     raise PeerError(str(self._cause), rank=self._cause.rank)
             try:
                 work.wait(timedelta(seconds=_LOOK_S))
-                if self._cuda is not None:
-                    # NCCL's own wait only orders streams, and a stream goes on after an abort as if
-                    # all were well. So this thread waits itself: an abort ends that, too.
-                    torch.cuda.current_stream().synchronize()
                 return
             except RuntimeError:
                 # Not every kind of work tells by `is_completed` that it has failed.
@@ -248,7 +257,7 @@ class _DenseTicket:
 
     def _finish(self) -> Any:
         if self._work is not None:
-            self._driver.wait(self._work)
+            self._driver.wait(self._work, self._operation.device)
         return self._operation.finish(self._driver)
 
 
