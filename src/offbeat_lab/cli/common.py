@@ -104,7 +104,11 @@ Out = Annotated[
     Path | None, flag(OUTPUT, "New directory for the record; by default one below runs/.")
 ]
 LogTo = Annotated[
-    str | None, flag(OUTPUT, "Live metrics: tensorboard, wandb or mlflow, or several with commas.")
+    str | None,
+    flag(
+        OUTPUT,
+        "Live metrics: tensorboard, wandb, mlflow or opentelemetry, or several with commas.",
+    ),
 ]
 JsonFlag = Annotated[
     bool, flag(OUTPUT, "Print one line of JSON on standard output, and nothing else.", "--json")
