@@ -147,8 +147,12 @@ def _measures(
         "step_s": estimate(step_s, block_s),
         "steps_per_s": estimate([s and 1 / s for s in step_s], [1 / s for s in block_s]),
         "samples_per_s": estimate(rates, block_rates),
-        "bytes_per_step": estimate(of_runs(lambda run: run.summary.bytes_sent_per_step)),
-        "messages_per_step": estimate(of_runs(lambda run: run.summary.messages_sent_per_step)),
+        "bytes_per_step": estimate(
+            of_runs(lambda run: run.steps.per_step(run.steps.bytes_sent))
+        ),
+        "messages_per_step": estimate(
+            of_runs(lambda run: run.steps.per_step(run.steps.messages_sent))
+        ),
         "peak_memory_bytes": estimate(of_runs(lambda run: max(run.summary.peak_memory_bytes))),
     }
     if best:

@@ -72,14 +72,25 @@ class Steps:
         """How long each step took, mean over the ranks that did it, shape (steps,); where samples
         are claimed, over all.
         """
+        return self._mean(self.duration_s)
+
+    def _mean(self, values: Matrix) -> NDArray[np.float64]:
         num_ranks = self.num_ranks if self.merged.size else np.maximum(1, self.done.sum(axis=0))
-        mean_s: NDArray[np.float64] = np.nansum(self.duration_s, axis=0) / num_ranks
-        return mean_s
+        mean: NDArray[np.float64] = np.nansum(values, axis=0) / num_ranks
+        return mean
 
     def block_step_s(self) -> list[float]:
         """Mean of `step_s` in blocks of consecutive steps, without the first ones."""
         step_s = self.step_s()
         return [float(step_s[each].mean()) for each in self._blocks()]
+
+    def per_step(self, counted: Matrix) -> float:
+        """Mean of `bytes_sent` or `messages_sent` over ranks and over the steps of `block_step_s`.
+        The first steps may be dense where later ones are not, and what is sent at the end of a run
+        belongs to no step.
+        """
+        blocks = self._blocks()
+        return float(self._mean(counted)[blocks[0].start : blocks[-1].stop].mean())
 
     def samples_per_s(self) -> float:
         """Of all ranks together: the sum over ranks of samples over the time these took, and

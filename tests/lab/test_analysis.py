@@ -173,6 +173,20 @@ def test_measures_of_runs_whose_figures_are_known(tmp_path: Path) -> None:
     assert analysed.verdict.startswith("gtopk reached accuracy 0.7 in 3 s, 4 times")
 
 
+def test_bytes_a_step_are_those_of_the_steps_whose_seconds_are_told(tmp_path: Path) -> None:
+    begins_dense = [100_000] * 2 + [1_000] * (STEPS - 2)
+    averages_rarely = ([0] * 9 + [50_000]) * (STEPS // 10)
+    analysed = compare_runs(
+        tmp_path,
+        {
+            "ddp-powersgd": [{"step_s": [0.1] * STEPS, "bytes_sent": begins_dense}],
+            "localsgd": [{"step_s": [0.1] * STEPS, "bytes_sent": averages_rarely}],
+        },
+    )
+    assert measured(analysed, "ddp-powersgd", "bytes_per_step") == [1_000.0]
+    assert measured(analysed, "localsgd", "bytes_per_step") == [5_000.0]
+
+
 def test_a_target_that_some_run_never_reaches(tmp_path: Path) -> None:
     steps = [0.1] * STEPS
     analysed = compare_runs(

@@ -36,6 +36,7 @@ def write_run(
     notices: Sequence[str] = (),
     skipped_steps: int = 0,
     peak_memory_bytes: Sequence[int] = (100, 200),
+    bytes_sent: Sequence[int] | None = None,
     workers: int = 2,
 ) -> Path:
     """A run record.
@@ -47,6 +48,7 @@ def write_run(
         late_s: by rank, how long after the first it comes to the exchange; None: it exchanges
             nothing.
         batch_size: of each rank.
+        bytes_sent: in each step, by each rank; None: 1,000.
         strategy, status, notices, skipped_steps, peak_memory_bytes, workers: as in the summary.
     """
     config = RunConfig(
@@ -79,7 +81,7 @@ def write_run(
                     encode_s=duration_s / 4,
                     wait_s=duration_s / 2,
                     padded_s=0.0,
-                    bytes_sent=1_000,
+                    bytes_sent=1_000 if bytes_sent is None else bytes_sent[step - 1],
                     messages_sent=4,
                     skipped=False,
                 )
@@ -113,7 +115,7 @@ def write_run(
             seconds=seconds,
             steps_per_s=len(step_s) / (seconds or 1.0),
             samples_per_s=len(step_s) * workers * batch_size / (seconds or 1.0),
-            bytes_sent_per_step=1_000.0,
+            bytes_sent_per_step=1_000.0 if bytes_sent is None else sum(bytes_sent) / len(step_s),
             messages_sent_per_step=4.0,
             peak_memory_bytes=list(peak_memory_bytes),
             skipped_steps=skipped_steps,

@@ -359,13 +359,13 @@ def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
         found = {
             "step_s": float(np.median(steps.block_step_s())),
             "samples_per_s": float(np.median(steps.block_samples_per_s())),
+            "bytes_per_step": steps.per_step(steps.bytes_sent),
+            "messages_per_step": steps.per_step(steps.messages_sent),
             **{f"share_{phase}": share for phase, share in steps.settled().shares().items()},
         }
     if summary is not None:
         found |= {
             "final_metric": summary.metric,
-            "bytes_per_step": summary.bytes_sent_per_step,
-            "messages_per_step": summary.messages_sent_per_step,
             "peak_memory_bytes": max(summary.peak_memory_bytes, default=None),
         }
     return {
