@@ -146,7 +146,7 @@ def in_processes(planned: RunPlan) -> list[float]:
         summary = train(replace(planned, out=record), lambda progress: None)
         assert summary is not None
         assert summary.metric is not None, f"the run ended as {summary.status}"
-        return [*(one.metric for one in Record(record).evaluations()), summary.metric]
+        return [one.metric for one in Record(record).evaluations()]
 
 
 def in_threads(planned: RunPlan) -> list[float]:
