@@ -34,7 +34,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
@@ -48,6 +48,7 @@ import stragglers
 from _measure import Ratio, Row, figure_of, print_rows
 from _paired import (
     LAST,
+    Case,
     Result,
     Run,
     Runs,
@@ -227,17 +228,26 @@ def stall_after_a_death(asked: argparse.Namespace, directory: Path) -> Iterator[
     yield _goal(case, max(found.stalls_s) / period_s, at_most=1.0)
 
 
+def rates_in_race(
+    case: Case, strategies: Iterable[TriedStrategy], runs: Runs
+) -> Iterator[tuple[TriedStrategy, float]]:
+    """Those whose trials are kept, with the learning rates of the table of metrics."""
+    for one in strategies:
+        lr = tuned(case, one, runs)
+        if lr is not None:
+            yield one, lr
+
+
 def seconds_to_metric(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
     """With seed 0, whose runs at equal samples are kept."""
     kept = None if asked.results is None else ResultFile(asked.results / "relatives.jsonl")
     runs = Runs(kept, 0.0)  # which makes none
     chosen = [one for one in asked.chosen if not one.spec.startswith("ddp-")]
     for case in parity.cases_of(asked):
+        if case.name not in asked.tasks.split(","):
+            continue
         target: float | None = None
-        for one in (replace(each, tuned_with=(0,)) for each in (BASELINE, *chosen)):
-            lr = tuned(case, one, runs) if case.name in asked.tasks.split(",") else None
-            if lr is None:
-                continue
+        for one, lr in rates_in_race(case, (BASELINE, *chosen), runs):
             processes = replace(one, in_threads=False, cluster=parity.LINK)
             planned = Run(case=case, strategy=processes, lr=lr, seed=0).plan()
             record = directory / f"{case.name} {one.label}".replace("/", " of ")
