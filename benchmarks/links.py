@@ -376,7 +376,9 @@ class Paused(nn.Module):
 def paused_steps(
     rank: int, world_size: int, specs: Sequence[str], steps: int, num_parameters: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """By strategy, of its steps, which take turns: seconds, and seconds of the processor."""
+    """By strategy, of its steps, which take turns: seconds of the slowest rank, and seconds of this
+    rank's processor.
+    """
     generator = torch.Generator().manual_seed(rank)
     shape = (num_parameters // PAUSED_LAYERS,)
     gradients = [torch.randn(shape, generator=generator) for _ in range(PAUSED_LAYERS)]
@@ -396,9 +398,11 @@ def paused_steps(
                 model().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                taken = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+                took_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+                slowest_s = torch.tensor(took_s, dtype=torch.float64)
+                dist.all_reduce(slowest_s, dist.ReduceOp.MAX)  # the root of a tree is done first
                 if turn >= PAUSED_WARM_UP:
-                    found[spec].append(taken)
+                    found[spec].append((slowest_s.item(), cpu_s))
     return found
 
 
