@@ -172,14 +172,14 @@ def metric_of(run: Record) -> float:
 def judged(
     case: str, values: Sequence[float], limit: float, *, unit: str = "x", bound: float = 1.0
 ) -> Ratio:
-    """The mean over seeds; the interval is their range."""
+    """The mean over seeds; the interval is their range, which one seed does not have."""
     low, high = min(values), max(values)
     return Ratio(
         case=case,
         value=fmean(values),
         unit=unit,
         goal=f"at most {limit:g}",
-        holds="undecided" if low <= limit < high else high <= limit,
+        holds="undecided" if len(values) < 2 or low <= limit < high else high <= limit,
         bound=bound,
         interval=(low, high),
     )
@@ -222,4 +222,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         directory = asked.keep or Path(temporary)
         sizes, links = asked.sizes.split(","), asked.links.split(",")
-        present(cells(sizes, links, asked.seeds, directory), asked)
+        present(cells(sizes, links, asked.seeds, directory), asked, seeds=asked.seeds)
