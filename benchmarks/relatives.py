@@ -284,18 +284,18 @@ def _goal(
     at_most: float | None = None,
     at_least: float | None = None,
     interval: tuple[float, float] | None = None,
-) -> Ratio:
+) -> Row:
+    """Without a limit a figure that has no goal."""
     low, high = interval or (value, value)
-    holds: bool | Literal["undecided"] = True
-    goal = ""
-    for limit, word, worst, best in (
-        (at_most, "most", high, low),
-        (at_least, "least", -low, -high),
-    ):
-        if limit is not None:
-            goal, signed = f"at {word} {limit:g}", limit if word == "most" else -limit
-            holds = worst <= signed or ("undecided" if best <= signed else False)
-    bound = 0.0 if at_least is None else 1.0
+    holds: bool | Literal["undecided"]
+    if at_most is not None:
+        goal, bound = f"at most {at_most:g}", 0.0
+        holds = "undecided" if low <= at_most < high else high <= at_most
+    elif at_least is not None:
+        goal, bound = f"at least {at_least:g}", 1.0
+        holds = "undecided" if low < at_least <= high else low >= at_least
+    else:
+        return Figure(case=case, value=value, unit="x", interval=interval)
     return Ratio(
         case=case, value=value, unit="x", goal=goal, holds=holds, bound=bound, interval=(low, high)
     )

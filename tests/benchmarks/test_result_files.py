@@ -214,6 +214,12 @@ def test_every_goal_is_shown_on_a_page() -> None:
     assert {name: hidden for name in results if (hidden := pages.hidden(name))} == {}
 
 
+def test_no_figure_has_a_verdict_without_a_goal() -> None:
+    paths = [*DIRECTORY.glob("*.jsonl"), *STUDIES.glob("*.jsonl")]
+    judged = [result for path in paths for result in ResultFile(path).results]
+    assert [one for one in judged if one.figure.holds is not None and not one.figure.goal] == []
+
+
 def scripts_in(directory: Path) -> set[str]:
     return {
         path.stem
