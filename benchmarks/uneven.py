@@ -22,7 +22,7 @@ printed to standard error, mega-batch by mega-batch.
 
 A race shows what speed is worth: strategies with equal options, each for equally many samples,
 beside one worker with batches as large as all of theirs together. The target is 95% of what
-AllReduce reaches in the end, mean over seeds. AllReduce takes part twice: with equal batches, and
+AllReduce reaches in the end, median over seeds. AllReduce takes part twice: with equal batches, and
 with batches in proportion to speeds, known before the race and never changed, and gradients
 averaged over samples. `--later` measures racers beside AllReduce alone, and adds their rows to the
 table of an earlier race. `--train` and `--test` give other data, such as Delicious of the Extreme
