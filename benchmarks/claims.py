@@ -212,7 +212,9 @@ PUBLISHED_LOCALSGD = "localsgd:period=10:warmup=0:optimizer_state=local"
 
 def wagma_steps() -> Finding:
     others = ("allreduce", PUBLISHED_LOCALSGD, "dpsgd", "sgp")
-    of_ideal = {name: figure("stragglers", LATE, name, "of the ideal") for name in (*others, WAITING)}
+    of_ideal = {
+        name: figure("stragglers", LATE, name, "of the ideal") for name in (*others, WAITING)
+    }
     larger = {
         name: figure("stragglers", f"{LATE}:hidden=760", name, "of the ideal")
         for name in ("allreduce", WAITING)

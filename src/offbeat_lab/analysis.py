@@ -147,9 +147,7 @@ def _measures(
         "step_s": estimate(step_s, block_s),
         "steps_per_s": estimate([s and 1 / s for s in step_s], [1 / s for s in block_s]),
         "samples_per_s": estimate(rates, block_rates),
-        "bytes_per_step": estimate(
-            of_runs(lambda run: run.steps.per_step(run.steps.bytes_sent))
-        ),
+        "bytes_per_step": estimate(of_runs(lambda run: run.steps.per_step(run.steps.bytes_sent))),
         "messages_per_step": estimate(
             of_runs(lambda run: run.steps.per_step(run.steps.messages_sent))
         ),
