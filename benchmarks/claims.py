@@ -270,7 +270,7 @@ def wagma_groups() -> Finding:
     found = {
         task: {
             what: figure("group_ablation", "cases", f"{task}, {spec} worse than wagma")
-            for what, spec in (("no groups", "wagma:groups=off"), ("of two", "wagma:group_size=2"))
+            for what, spec in (("no groups", "wagma:groups=off"), ("pairs", "wagma:group_size=2"))
         }
         for task in ("images", "sequences")
     }
