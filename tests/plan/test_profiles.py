@@ -143,6 +143,22 @@ def test_weights_that_are_not_trained_are_counted() -> None:
     assert listener.frozen_bytes == 4 * (6 * 5 + 5)
 
 
+def test_tensors_are_in_the_order_of_the_model_whatever_the_optimizers_groups() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    groups = [
+        {"params": [weight for weight in model.parameters() if weight.ndim == ndim]}
+        for ndim in (2, 1)
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    timer = StepTimer(1)
+    listener = ScriptTimer(timer)
+    listener.optimizer_made(optimizer)
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    listener.remove()
+    assert [weight.numel() for weight in timer.parameters] == [30, 5, 10, 2]
+
+
 @pytest.mark.ranks
 def test_a_script_is_profiled_in_a_process_of_its_own(
     tmp_path: Path, templates: Templates, monkeypatch: pytest.MonkeyPatch
