@@ -20,8 +20,8 @@ from offbeat.run.config import ScriptCommand
 from offbeat.simulation.training import TensorProfile
 from offbeat_lab.cli.main import app
 from offbeat_lab.plan import timing
-from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
-from offbeat_lab.plan.script_timing import ScriptTimer, at_both_sizes, time_script
+from offbeat_lab.plan.profile import Layer, ModelProfile, TimedBatch, read_profile
+from offbeat_lab.plan.script_timing import ScriptTimer, at_both_sizes, time_factors, time_script
 from offbeat_lab.plan.timing import (
     WARM_UP_STEPS,
     StepTimer,
@@ -236,6 +236,20 @@ def test_a_script_that_ends_too_early_is_refused_in_a_sentence(tmp_path: Path) -
     command = ScriptCommand(path=str(script), arguments=["--steps", "5"])
     with pytest.raises(ConfigError, match="ended after 1 timed steps, and 9 were asked for"):
         time_script(command, steps=9, batch_size=None)
+
+
+@pytest.mark.usefixtures("restored_interpreter")
+def test_layers_are_counted_among_what_is_trained(tmp_path: Path) -> None:
+    script = tmp_path / "frozen.py"
+    wrapping = "model = torch.nn.parallel"
+    script.write_text(SCRIPT.replace(wrapping, f"model[0].requires_grad_(False)\n{wrapping}"))
+    made = time_factors(ScriptCommand(path=str(script), arguments=[]), TWO_TENSORS)
+    assert [layer.tensor for layer in made.layers] == [0]
+
+
+def test_a_layer_without_a_tensor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="whose weight is tensor 2; allowed is 0 to 1"):
+        replace(TWO_TENSORS, layers=(Layer(a_dim=7, g_dim=5, tensor=2),))
 
 
 @pytest.mark.parametrize(

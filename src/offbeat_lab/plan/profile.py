@@ -144,7 +144,7 @@ class Layer:
         a_dim: rows of A: inputs of an output element, the bias included.
         g_dim: rows of G: output channels.
         num_positions: outputs of a channel for one sample; 1 for a linear layer.
-        tensor: which of the model's parameters its weight is.
+        tensor: which of the profile's tensors its weight is, counted from 0.
     """
 
     a_dim: int
@@ -286,6 +286,13 @@ class ModelProfile:
                     f"profile {self.name!r} has a tensor of {tensor.num_elements} elements and"
                     f" {tensor.rows} rows, ready at {tensor.ready}; allowed are 1 or more, and 0"
                     " to 1"
+                )
+        for layer in self.layers:
+            if not 0 <= layer.tensor < len(self.tensors):
+                raise ConfigError(
+                    f"profile {self.name!r} has a layer whose weight is tensor {layer.tensor};"
+                    f" allowed is 0 to {len(self.tensors) - 1}; write it anew with `offbeat"
+                    " profile`"
                 )
 
     def _require_seconds(self, field: str, value: float, *, least: float = 0.0) -> None:
