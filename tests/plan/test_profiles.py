@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -250,6 +251,30 @@ def test_layers_are_counted_among_what_is_trained(tmp_path: Path) -> None:
 def test_a_layer_without_a_tensor_is_refused() -> None:
     with pytest.raises(ConfigError, match="whose weight is tensor 2; allowed is 0 to 1"):
         replace(TWO_TENSORS, layers=(Layer(a_dim=7, g_dim=5, tensor=2),))
+
+
+def test_a_gpu_has_its_nodes_links_by_the_name_that_torch_gives_it(tmp_path: Path) -> None:
+    def planned(device: str) -> dict[str, Any]:
+        file = tmp_path / "profile.json"
+        tensor = TensorProfile(num_elements=10**9, ready=1.0)
+        batch = TimedBatch(batch_size=1, forward_s=0.05, backward_s=0.1)
+        changed = replace(TWO_TENSORS, device=device, batches=(batch,), tensors=(tensor,))
+        file.write_text(replace(changed, on_gpu=True).to_json())
+        where = ["--island", "8", "--link", "100gbit", "--workers", "1", "--json"]
+        result = CliRunner().invoke(app, ["plan", "--profile", str(file), *where])
+        assert result.exit_code == 0, result.exception
+        made: dict[str, Any] = json.loads(result.output)
+        return made
+
+    def is_assumed(plan: dict[str, Any]) -> bool:
+        return any("16 GB/s between two of them are assumed" in one for one in plan["remarks"])
+
+    short, long, over_pcie = map(planned, ("H100", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"))
+    speeds = [
+        [one["samples_per_s"] for one in plan["predictions"]] for plan in (short, long, over_pcie)
+    ]
+    assert speeds[0] == speeds[1] != speeds[2]
+    assert [is_assumed(plan) for plan in (short, long, over_pcie)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
