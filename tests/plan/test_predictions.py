@@ -22,7 +22,7 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
-from offbeat_lab.cluster import Cluster, LinkSpec, from_flags
+from offbeat_lab.cluster import Cluster, LinkSpec, Straggling, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
@@ -455,6 +455,23 @@ def test_samples_a_second_are_those_of_all_ranks_each_at_its_own_pace() -> None:
     # One of four is late by chance in each step.
     late = predict_step("alone", setting(delay="1x300ms"))
     assert late.samples_per_s == pytest.approx(4 * 10 / (0.3 + 0.3 / 4))
+
+
+@pytest.mark.parametrize("who", [8, tuple(range(16, 64))])
+def test_as_large_a_share_of_many_workers_is_late_as_of_the_few_that_are_simulated(
+    who: int | tuple[int, ...],
+) -> None:
+    where = setting("8gbit", 64)
+    straggling = (Straggling(workers=who, delay_s=0.32),)
+    late = replace(where, cluster=where.cluster.changed(straggling=straggling))
+    found = predict_step("adaptive:warmup=0:optimizer_state=local", late)
+    assert found.step_s < 1.1 * late.ideal_s
+    assert 0.9 < found.share_of_ideal < 1.02
+
+
+def test_who_waits_for_one_of_many_workers_waits_as_long() -> None:
+    late = setting("8gbit", 64, delay="rank40x2s")
+    assert predict_step("elasticsgd", late).step_s == pytest.approx(0.3 + 2.0, rel=0.05)
 
 
 @pytest.mark.parametrize("delay", ["1x2s:1%", "1x2s:30%", "rank1x1s:5%,rank2x1s:5%", "1x10s:0.2%"])
