@@ -22,7 +22,7 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
-from offbeat_lab.cluster import Cluster, LinkSpec, Straggling, from_flags
+from offbeat_lab.cluster import Cluster, LinkSpec, RackSpec, Straggling, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
@@ -789,6 +789,15 @@ def test_a_thousand_gpus_take_trees_where_a_ring_has_two_thousand_hops() -> None
     # What is counted of the exchange is that of the trees, too.
     assert found.exposed + found.overlapped < 0.65
     assert found.binds == "beta"
+
+
+def test_a_cluster_of_nodes_is_like_those_whose_nodes_have_such_links() -> None:
+    for rate, is_checked in ((1e10, False), (1e11, True)):
+        nodes = RackSpec(size=8, rate_bit_per_s=rate)
+        link = LinkSpec(rate_bit_per_s=1.04e12)
+        cluster = Cluster(name="nodes", workers=32, link=link, racks=nodes)
+        where = Setting(profile=shipped_profile("resnet50"), cluster=cluster)
+        assert bool(predict_step("ddp", where).checked_cells) == is_checked
 
 
 def test_a_long_fat_link_carries_a_window_in_a_round_trip() -> None:
