@@ -832,6 +832,16 @@ def test_gloos_processors_add_to_each_byte_where_nothing_was_measured() -> None:
     assert 0.7 * 0.6e-9 * 4e6 < usual - measured <= 0.6e-9 * 4e6
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", LOCAL])
+def test_weights_of_float64_take_twice_the_bytes_of_float32(strategy: str) -> None:
+    single, double = (
+        predict_step(strategy, replace(setting(), profile=replace(MODEL, element_bytes=size)))
+        for size in (4, 8)
+    )
+    assert double.bytes_per_step == pytest.approx(2 * single.bytes_per_step, rel=1e-3)
+    assert double.memory_bytes == pytest.approx(2 * single.memory_bytes, rel=1e-3)
+
+
 def test_frozen_weights_are_in_memory() -> None:
     trained, lora = (
         predict_step("ddp", replace(setting(), profile=profile)).memory_bytes

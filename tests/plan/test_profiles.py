@@ -125,7 +125,9 @@ def test_an_evaluation_between_two_steps_makes_no_worker_late() -> None:
     assert (made.spread, made.batch.forward_s) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)]
+)
 def test_a_profile_has_the_bytes_of_the_models_weights(dtype: torch.dtype, num_bytes: int) -> None:
     weight = torch.nn.Parameter(torch.ones(30, 20, dtype=dtype))
     step = TimedStep(batch_size=1, forward_s=1.0, backward_s=1.0, optimizer_s=0.0, ready=(1.0,))
@@ -142,6 +144,15 @@ def test_weights_that_are_not_trained_are_counted() -> None:
     optimizer.step()
     listener.remove()
     assert listener.frozen_bytes == 4 * (6 * 5 + 5)
+
+
+def test_an_empty_weight_is_no_tensor_of_a_profile() -> None:
+    timer = StepTimer(1)
+    timer.watch([torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (0, 3), (4,))])
+    ready = (1.0,) * len(timer.parameters)
+    step = TimedStep(batch_size=1, forward_s=1.0, backward_s=1.0, optimizer_s=0.0, ready=ready)
+    made = profile_of("it", [(1, [step])], timer.parameters, source="here")
+    assert [tensor.num_elements for tensor in made.tensors] == [6, 4]
 
 
 def test_tensors_are_in_the_order_of_the_model_whatever_the_optimizers_groups() -> None:

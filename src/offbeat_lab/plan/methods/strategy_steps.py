@@ -37,7 +37,7 @@ from offbeat.transport.operations import (
 )
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.methods.planned_rank import PlannedMachine, PlannedRank, PlannedTimeline
-from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile
+from offbeat_lab.plan.profile import DTYPES, FLOAT_BYTES, Layer, ModelProfile
 from offbeat_lab.plan.simulation import FEW_WORKERS, ClosedForm, Run, Setting, Simulated
 
 _NAMES: Final[dict[Any, str]] = {
@@ -160,7 +160,7 @@ class StrategySteps:
             layers=layers,
             looks_s=profile.factors_s,
             batch_size=profile.batch.batch_size,
-            dtype=torch.float32 if profile.element_bytes == FLOAT_BYTES else torch.bfloat16,
+            dtype=DTYPES[profile.element_bytes],
         )
         machines: list[_Machine] = []
         if shares:
