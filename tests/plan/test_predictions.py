@@ -807,6 +807,17 @@ def test_a_long_fat_link_carries_a_window_in_a_round_trip() -> None:
     assert "which is assumed here, lets a connection carry 503 Mbit/s of 1 Gbit/s" in said
 
 
+def test_headers_take_nothing_of_a_window() -> None:
+    """4 MB each in a round trip of 20 ms, which is less than links carry."""
+    link = LinkSpec(rate_bit_per_s=10e9, latency_s=0.01, window_bytes=4_000_000)
+    where = replace(setting(workers=2), cluster=Cluster(workers=2, link=link))
+    without, with_headers = (
+        predict_step("allreduce", replace(where, payload_share=share)).step_s
+        for share in (1.0, 0.95)
+    )
+    assert with_headers == without
+
+
 def test_a_noisy_profile_is_said_to_be_planned_as_late_workers() -> None:
     cluster = from_flags(workers=2, link="1gbit")
     for spread, is_said in ((0.2, True), (0.01, False)):
