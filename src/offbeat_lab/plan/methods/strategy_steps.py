@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost
