@@ -788,7 +788,7 @@ def test_a_thousand_gpus_take_trees_where_a_ring_has_two_thousand_hops() -> None
     assert found.step_s < 0.175
     # What is counted of the exchange is that of the trees, too.
     assert found.exposed + found.overlapped < 0.65
-    assert found.binds == "beta"
+    assert predict_step("ddp", where).binds == "beta"
 
 
 def test_a_cluster_of_nodes_is_like_those_whose_nodes_have_such_links() -> None:
