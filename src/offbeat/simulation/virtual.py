@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
@@ -117,22 +117,6 @@ class DenseLinks:
     trees: tuple[Tree, ...] = ()
 
 
-class _Way(NamedTuple):
-    """How a dense operation may be carried out where ports are free.
-
-    Attributes:
-        seconds: it takes.
-        num_messages: that follow each other.
-        num_bytes: of them together.
-        busy_s: for how many of the seconds each port is taken.
-    """
-
-    seconds: float
-    num_messages: int
-    num_bytes: float
-    busy_s: dict[Port, float]
-
-
 class VirtualNetwork:
     """The ports of all ranks, and when each of them is free.
 
@@ -167,7 +151,7 @@ class VirtualNetwork:
         self.links = links
         self._racks = racks
         self._dense = dense
-        self._ways: dict[tuple[int, float, float], _Way] = {}
+        self._ways: dict[tuple[int, float, float], tuple[float, dict[Port, float]]] = {}
         num_racks = 0 if racks is None else max(racks.rack_of) + 1
         self.free_s = [0.0] * (2 * len(links) + 2 * num_racks)
         self._first_up = 2 * len(links)
@@ -218,41 +202,21 @@ class VirtualNetwork:
             return from_s
         if operation.root_rank is not None:
             return self._tree_end_s(operation.root_rank, num_bytes, from_s)
-        way = self._way(operation, num_bytes)
-        begin_s = max(from_s, *self.free_s)
-        for port, port_s in way.busy_s.items():
-            self.free_s[port] = begin_s + port_s
-        return begin_s + way.seconds
-
-    def dense_path(self, operation: DenseOperation, num_bytes: float) -> tuple[int, float]:
-        """The messages of a dense operation that follow each other, and their bytes together.
-
-        Args:
-            operation: any rank's.
-            num_bytes: the most that any rank brings.
-        """
-        world_size = len(self.links)
-        if world_size == 1:
-            return 0, 0.0
-        if operation.root_rank is not None:
-            return num_rounds(world_size), num_rounds(world_size) * num_bytes
-        way = self._way(operation, num_bytes)
-        return way.num_messages, way.num_bytes
-
-    def _way(self, operation: DenseOperation, num_bytes: float) -> _Way:
-        """The fastest of several ranks, of an operation without a root."""
-        world_size = len(self.links)
         hops = operation.num_hops(world_size)
+        begin_s = max(from_s, *self.free_s)
         key = hops, operation.hop_bytes(num_bytes, world_size), num_bytes
         if key not in self._ways:
             ways = [self._ring(*key[:2])]
             if hops == 2 * (world_size - 1):
                 ways += [self._up_and_down(tree, num_bytes) for tree in self._dense.trees]
-            self._ways[key] = min(ways, key=lambda way: way.seconds)
-        return self._ways[key]
+            self._ways[key] = min(ways, key=lambda way: way[0])
+        seconds, busy_s = self._ways[key]
+        for port, port_s in busy_s.items():
+            self.free_s[port] = begin_s + port_s
+        return begin_s + seconds
 
-    def _ring(self, hops: int, hop_bytes: float) -> _Way:
-        """Around a ring.
+    def _ring(self, hops: int, hop_bytes: float) -> tuple[float, dict[Port, float]]:
+        """Seconds, and for how many of them each port is taken.
 
         Each rank sends on what it was sent in the round before, in two parts, the second of
         which is under way while the first arrives. So both take what the slowest port needs for
@@ -287,20 +251,20 @@ class VirtualNetwork:
             for port, port_s in zip(path, times_s, strict=True):
                 busy_s[port] = hops * num_pairs * port_s
         pair_s = max(slowest_s, sum_s / world_size)
-        seconds = num_phases * longest_s + (hops * num_pairs - num_phases) * pair_s
-        return _Way(seconds, hops, hops * hop_bytes, busy_s)
+        return num_phases * longest_s + (hops * num_pairs - num_phases) * pair_s, busy_s
 
-    def _up_and_down(self, tree: Tree, num_bytes: float) -> _Way:
-        """An all-reduce over `tree`."""
+    def _up_and_down(self, tree: Tree, num_bytes: float) -> tuple[float, dict[Port, float]]:
+        """Seconds of an all-reduce over `tree`, and for how many of them each port is taken."""
         world_size = len(self.links)
         per_node = 1 if self._racks is None else Counter(self._racks.rack_of).most_common(1)[0][1]
         ways_s = [self.latency_s(rank, (rank + 1) % world_size) for rank in range(world_size)]
         inside_s = (per_node - 1) * (tree.in_rack_s + min(ways_s))
-        rounds, through = num_rounds(-(-world_size // per_node)), 2 * num_bytes / tree.share
-        between_s = rounds * (tree.hop_s + max(ways_s))
-        bytes_s = [self._occupied_s(port, through, 0.0) for port in range(len(self.free_s))]
-        seconds = 2 * (inside_s + between_s) + max(bytes_s)
-        return _Way(seconds, 2 * (per_node - 1 + rounds), through, dict(enumerate(bytes_s)))
+        between_s = num_rounds(-(-world_size // per_node)) * (tree.hop_s + max(ways_s))
+        bytes_s = [
+            self._occupied_s(port, 2 * num_bytes / tree.share, 0.0)
+            for port in range(len(self.free_s))
+        ]
+        return 2 * (inside_s + between_s) + max(bytes_s), dict(enumerate(bytes_s))
 
     def _hop_s(self, source: int, target: int) -> float | None:
         """What a message of a ring occupies ports for besides its bytes; None: as others do."""
@@ -383,7 +347,6 @@ class VirtualCluster:
         dense: how dense operations are carried out.
 
     Attributes:
-        network: that they share.
         bytes_sent: by each rank, in messages.
         messages_sent: by each rank.
     """
@@ -406,7 +369,7 @@ class VirtualCluster:
         self.drivers = [VirtualDriver(self, rank) for rank in range(world_size)]
         self.bytes_sent = [0.0] * world_size
         self.messages_sent = [0] * world_size
-        self.network = VirtualNetwork(same_links(link, world_size), racks, dense)
+        self._network = VirtualNetwork(same_links(link, world_size), racks, dense)
         self._weightless = weightless
         self._num_bytes = num_bytes
         self._random = random.Random(seed)  # noqa: S311 - a replayable schedule, not a secret
@@ -606,7 +569,7 @@ class VirtualCluster:
             channel: the collective's channel.
             payload: is copied unless it is weightless.
         """
-        network, num_bytes = self.network, self._num_bytes(payload)
+        network, num_bytes = self._network, self._num_bytes(payload)
         link = network.links[target]
         departs_s, departed_s = network.occupy(source, self.now_s, num_bytes)
         latency_s = network.latency_s(source, target) + self._random.random() * link.jitter_s
@@ -696,7 +659,7 @@ class VirtualCluster:
                 self.touch(*range(self.world_size))
 
             num_bytes = max(operation.num_bytes for operation in operations)
-            self.at(self.network.dense_end_s(operation, num_bytes, self.now_s), conclude)
+            self.at(self._network.dense_end_s(operation, num_bytes, self.now_s), conclude)
 
     def has_dense_result(self, number: int) -> bool:
         """Whether the dense operation is over."""

@@ -11,6 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost
+from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import SELECTORS, VALUE_CODECS, TopKCodec
@@ -362,9 +363,14 @@ class _Machine(Wrapper, PlannedMachine):
             operation = replace(operation, peer=self.rank)  # which does as its peers do
         if not isinstance(operation, DenseOperation) or isinstance(operation, ClosedForm):
             return self.inner.start(operation, channel)
-        traffic = operation.traffic(None, rank=self.rank, world_size=self.world_size)
-        messages, on_path = self._run.cluster.network.dense_path(operation, operation.num_bytes)
-        self._count(traffic.bytes_sent, network.dense, num_messages=messages, on_path=on_path)
+        world_size = self.world_size
+        traffic = operation.traffic(None, rank=self.rank, world_size=world_size)
+        hops, hop_bytes = operation.num_hops(world_size), float(operation.num_bytes)
+        if operation.root_rank is None:
+            hop_bytes = operation.hop_bytes(hop_bytes, world_size)
+        else:
+            hops = num_rounds(world_size)
+        self._count(traffic.bytes_sent, network.dense, num_messages=hops, on_path=hops * hop_bytes)
         copying = self._run.cores.begin(self.rank, setting.dense_work_s(traffic.bytes_sent))
         return _Both(self.inner.start(operation, channel), lambda: copying.over)
 
