@@ -67,14 +67,11 @@ def cell(
     predicted: StepPrediction | None = None,
 ) -> MeasuredCell:
     predicted = predicted or predict_step(spec, setting, Band())
-    rate = setting.cluster.link.rate_bit_per_s or 0.0
-    if setting.cluster.racks is not None and setting.world_size > setting.cluster.racks.size:
-        rate = setting.cluster.racks.rate_bit_per_s
     return MeasuredCell(
         of=of,
         strategy=spec.partition(":")[0].replace("allreduce", "ddp"),
         workers=setting.world_size,
-        rate_bit_per_s=rate,
+        rate_bit_per_s=setting.cluster.between_workers_bit_per_s,
         exposed=predicted.exposed,
         overlapped=predicted.overlapped,
         ratio=measured_s / predicted.step_s,

@@ -22,7 +22,7 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
-from offbeat_lab.cluster import Cluster, LinkSpec, from_flags
+from offbeat_lab.cluster import Cluster, LinkSpec, RackSpec, Straggling, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
@@ -457,6 +457,23 @@ def test_samples_a_second_are_those_of_all_ranks_each_at_its_own_pace() -> None:
     assert late.samples_per_s == pytest.approx(4 * 10 / (0.3 + 0.3 / 4))
 
 
+@pytest.mark.parametrize("who", [8, tuple(range(16, 64))])
+def test_as_large_a_share_of_many_workers_is_late_as_of_the_few_that_are_simulated(
+    who: int | tuple[int, ...],
+) -> None:
+    where = setting("8gbit", 64)
+    straggling = (Straggling(workers=who, delay_s=0.32),)
+    late = replace(where, cluster=where.cluster.changed(straggling=straggling))
+    found = predict_step("adaptive:warmup=0:optimizer_state=local", late)
+    assert found.step_s < 1.1 * late.ideal_s
+    assert 0.9 < found.share_of_ideal < 1.02
+
+
+def test_all_wait_for_one_of_many_workers_that_is_named() -> None:
+    late = setting("8gbit", 64, delay="rank40x2s")
+    assert predict_step("elasticsgd", late).step_s > 2.0
+
+
 @pytest.mark.parametrize("delay", ["1x2s:1%", "1x2s:30%", "rank1x1s:5%,rank2x1s:5%", "1x10s:0.2%"])
 def test_a_delay_that_is_rare_is_in_the_mean_step_of_those_who_wait(delay: str) -> None:
     where = setting("8gbit", delay=delay)
@@ -770,11 +787,31 @@ def test_a_thousand_gpus_take_trees_where_a_ring_has_two_thousand_hops() -> None
     assert predict_step("ddp", where, Band()).step_s < 0.175
 
 
+def test_a_cluster_of_nodes_is_like_those_whose_nodes_have_such_links() -> None:
+    for rate, is_checked in ((1e10, False), (1e11, True)):
+        nodes = RackSpec(size=8, rate_bit_per_s=rate)
+        link = LinkSpec(rate_bit_per_s=1.04e12)
+        cluster = Cluster(name="nodes", workers=32, link=link, racks=nodes)
+        where = Setting(profile=shipped_profile("resnet50"), cluster=cluster)
+        assert bool(predict_step("ddp", where).checked_cells) == is_checked
+
+
 def test_a_long_fat_link_carries_a_window_in_a_round_trip() -> None:
     cluster = from_flags(workers=2, link="1gbit", latency="25ms")
     plan = make_plan(PlanRequest(profile=MODEL, clusters=[cluster], strategies=("ddp",)))
     (said,) = [remark for remark in plan.remarks if "window" in remark]
     assert "which is assumed here, lets a connection carry 503 Mbit/s of 1 Gbit/s" in said
+
+
+def test_headers_take_nothing_of_a_window() -> None:
+    """4 MB each in a round trip of 20 ms, which is less than links carry."""
+    link = LinkSpec(rate_bit_per_s=10e9, latency_s=0.01, window_bytes=4_000_000)
+    where = replace(setting(workers=2), cluster=Cluster(workers=2, link=link))
+    without, with_headers = (
+        predict_step("allreduce", replace(where, payload_share=share)).step_s
+        for share in (1.0, 0.95)
+    )
+    assert with_headers == without
 
 
 def test_a_noisy_profile_is_said_to_be_planned_as_late_workers() -> None:
@@ -800,6 +837,16 @@ def test_gloos_processors_add_to_each_byte_where_nothing_was_measured() -> None:
     )
     # The last part of the last round is on its way while the one before is copied.
     assert 0.7 * 0.6e-9 * 4e6 < usual - measured <= 0.6e-9 * 4e6
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", LOCAL])
+def test_weights_of_float64_take_twice_the_bytes_of_float32(strategy: str) -> None:
+    single, double = (
+        predict_step(strategy, replace(setting(), profile=replace(MODEL, element_bytes=size)))
+        for size in (4, 8)
+    )
+    assert double.bytes_per_step == pytest.approx(2 * single.bytes_per_step, rel=1e-3)
+    assert double.memory_bytes == pytest.approx(2 * single.memory_bytes, rel=1e-3)
 
 
 def test_frozen_weights_are_in_memory() -> None:

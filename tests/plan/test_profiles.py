@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,8 +21,8 @@ from offbeat.run.config import ScriptCommand
 from offbeat.simulation.training import TensorProfile
 from offbeat_lab.cli.main import app
 from offbeat_lab.plan import timing
-from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
-from offbeat_lab.plan.script_timing import ScriptTimer, at_both_sizes, time_script
+from offbeat_lab.plan.profile import Layer, ModelProfile, TimedBatch, read_profile
+from offbeat_lab.plan.script_timing import ScriptTimer, at_both_sizes, time_factors, time_script
 from offbeat_lab.plan.timing import (
     WARM_UP_STEPS,
     StepTimer,
@@ -124,7 +125,9 @@ def test_an_evaluation_between_two_steps_makes_no_worker_late() -> None:
     assert (made.spread, made.batch.forward_s) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)]
+)
 def test_a_profile_has_the_bytes_of_the_models_weights(dtype: torch.dtype, num_bytes: int) -> None:
     weight = torch.nn.Parameter(torch.ones(30, 20, dtype=dtype))
     step = TimedStep(batch_size=1, forward_s=1.0, backward_s=1.0, optimizer_s=0.0, ready=(1.0,))
@@ -141,6 +144,31 @@ def test_weights_that_are_not_trained_are_counted() -> None:
     optimizer.step()
     listener.remove()
     assert listener.frozen_bytes == 4 * (6 * 5 + 5)
+
+
+def test_an_empty_weight_is_no_tensor_of_a_profile() -> None:
+    timer = StepTimer(1)
+    timer.watch([torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (0, 3), (4,))])
+    ready = (1.0,) * len(timer.parameters)
+    step = TimedStep(batch_size=1, forward_s=1.0, backward_s=1.0, optimizer_s=0.0, ready=ready)
+    made = profile_of("it", [(1, [step])], timer.parameters, source="here")
+    assert [tensor.num_elements for tensor in made.tensors] == [6, 4]
+
+
+def test_tensors_are_in_the_order_of_the_model_whatever_the_optimizers_groups() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    groups = [
+        {"params": [weight for weight in model.parameters() if weight.ndim == ndim]}
+        for ndim in (2, 1)
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    timer = StepTimer(1)
+    listener = ScriptTimer(timer)
+    listener.optimizer_made(optimizer)
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    listener.remove()
+    assert [weight.numel() for weight in timer.parameters] == [30, 5, 10, 2]
 
 
 @pytest.mark.ranks
@@ -220,6 +248,44 @@ def test_a_script_that_ends_too_early_is_refused_in_a_sentence(tmp_path: Path) -
     command = ScriptCommand(path=str(script), arguments=["--steps", "5"])
     with pytest.raises(ConfigError, match="ended after 1 timed steps, and 9 were asked for"):
         time_script(command, steps=9, batch_size=None)
+
+
+@pytest.mark.usefixtures("restored_interpreter")
+def test_layers_are_counted_among_what_is_trained(tmp_path: Path) -> None:
+    script = tmp_path / "frozen.py"
+    wrapping = "model = torch.nn.parallel"
+    script.write_text(SCRIPT.replace(wrapping, f"model[0].requires_grad_(False)\n{wrapping}"))
+    made = time_factors(ScriptCommand(path=str(script), arguments=[]), TWO_TENSORS)
+    assert [layer.tensor for layer in made.layers] == [0]
+
+
+def test_a_layer_without_a_tensor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="whose weight is tensor 2; allowed is 0 to 1"):
+        replace(TWO_TENSORS, layers=(Layer(a_dim=7, g_dim=5, tensor=2),))
+
+
+def test_a_gpu_has_its_nodes_links_by_the_name_that_torch_gives_it(tmp_path: Path) -> None:
+    def planned(device: str) -> dict[str, Any]:
+        file = tmp_path / "profile.json"
+        tensor = TensorProfile(num_elements=10**9, ready=1.0)
+        batch = TimedBatch(batch_size=1, forward_s=0.05, backward_s=0.1)
+        changed = replace(TWO_TENSORS, device=device, batches=(batch,), tensors=(tensor,))
+        file.write_text(replace(changed, on_gpu=True).to_json())
+        where = ["--island", "8", "--link", "100gbit", "--workers", "1", "--json"]
+        result = CliRunner().invoke(app, ["plan", "--profile", str(file), *where])
+        assert result.exit_code == 0, result.exception
+        made: dict[str, Any] = json.loads(result.output)
+        return made
+
+    def is_assumed(plan: dict[str, Any]) -> bool:
+        return any("16 GB/s between two of them are assumed" in one for one in plan["remarks"])
+
+    short, long, over_pcie = map(planned, ("H100", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"))
+    speeds = [
+        [one["samples_per_s"] for one in plan["predictions"]] for plan in (short, long, over_pcie)
+    ]
+    assert speeds[0] == speeds[1] != speeds[2]
+    assert [is_assumed(plan) for plan in (short, long, over_pcie)] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ def plan(
 ) -> None:
     """Predict which strategy is fastest on which cluster, and what it costs."""
     from offbeat_lab.plan.language_models import (
-        DEVICES,
         PCIE_BYTES_PER_S,
         device_named,
         language_model,
+        node_bytes_per_s,
         read_shape,
     )
     from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json, usual_strategies
@@ -153,8 +153,8 @@ def plan(
             element_bytes=4 if dtype == "float32" else 2,
         )
     if island > 1:
-        node_rates = [one.node_bytes_per_s for one in DEVICES.values() if one.name == model.device]
-        model = model.on_island(island, node_rates[0] if node_rates else PCIE_BYTES_PER_S)
+        rate = node_bytes_per_s(model.device) or PCIE_BYTES_PER_S
+        model = model.on_island(island, rate)
     model = model.accumulated(accumulate)
     clusters = _clusters(cluster, link, latency, workers, delay, deaths)
     specs = tuple(dict.fromkeys(names_in(strategies))) or usual_strategies(model)

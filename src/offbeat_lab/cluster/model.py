@@ -258,6 +258,16 @@ class Cluster(DescribedModel):
         return [rate for rate in rates if rate is not None]
 
     @property
+    def between_workers_bit_per_s(self) -> float:
+        """The rate that exchanges of all workers have: of the links, which must have one, or of the
+        connections of racks where these are slower and workers are in several.
+        """
+        rate = self.link.rate_bit_per_s or max(self.limited_rates)
+        if self.racks is None or self.workers <= self.racks.size:
+            return rate
+        return min(rate, self.racks.rate_bit_per_s)
+
+    @property
     def most_latency_s(self) -> float:
         """One way, of the longest way between two workers."""
         link_s = max(self.link_of(worker).latency_s for worker in range(self.workers))

@@ -36,7 +36,8 @@ class FactorTimer:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._blocks: Sequence[Block] = survey(model, STRATEGY.curvature).blocks
-        self._tensors = {id(each): number for number, each in enumerate(model.parameters())}
+        trained = (each for each in model.parameters() if each.requires_grad and each.numel())
+        self._tensors = {id(each): number for number, each in enumerate(trained)}
         self._positions: dict[str, int] = {}
         self._factors_s: list[float] = []
         self._precondition_s: list[float] = []

@@ -9,6 +9,7 @@ reached.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -29,7 +30,7 @@ from offbeat_lab.plan.shipped import (
 
 _GIB: Final = 1 << 30
 PCIE_BYTES_PER_S: Final = 16e9
-"""Between two devices of a node that is not known."""
+"""Between two devices of a node that is not known, as over PCIe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,19 @@ def device_named(name: str) -> Device:
             f"--device is {name!r}; known are {', '.join(DEVICES)}{nearest(key, DEVICES)}"
         )
     return DEVICES[key]
+
+
+def node_bytes_per_s(name: str) -> float | None:
+    """Between two devices of a node, in each direction; None: nobody knows.
+
+    Args:
+        name: of the device, as torch has it: "NVIDIA H100 80GB HBM3".
+    """
+    words = set(re.findall(r"\w+", name.lower()))
+    known = [one for one in DEVICES.values() if words.issuperset(one.name.lower().split())]
+    if not known or "pcie" in words:
+        return None
+    return max(known, key=lambda one: len(one.name)).node_bytes_per_s
 
 
 def language_model(

@@ -13,6 +13,7 @@ from offbeat.errors import ConfigError
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.cluster.quantities import display_rate, rounded
+from offbeat_lab.plan.language_models import PCIE_BYTES_PER_S, node_bytes_per_s
 from offbeat_lab.plan.predictions import (
     StepPrediction,
     check_spec,
@@ -292,6 +293,11 @@ def _remarks(plan: Plan) -> list[str]:
             f"A worker is a node of {profile.devices} devices that divide the model by FSDP; its"
             " link is the node's, and memory is a device's."
         )
+        if node_bytes_per_s(profile.device) is None:
+            remarks.append(
+                f"Nothing is known of what connects {profile.device}:"
+                f" {PCIE_BYTES_PER_S / 1e9:g} GB/s between two of them are assumed, as over PCIe."
+            )
     remarks.append(
         "A prediction is of time for a step: how many steps a strategy needs to a target only"
         " `offbeat compare` tells."

@@ -240,7 +240,7 @@ def _how_sure(
     words.
     """
     workers, cluster = setting.world_size, setting.cluster
-    rate_bit_per_s = cluster.link.rate_bit_per_s or max(cluster.limited_rates)
+    rate_bit_per_s = cluster.between_workers_bit_per_s
     own = profile.checked_like(
         workers=workers,
         rate_bit_per_s=rate_bit_per_s,

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Final, Literal
 
+import torch
+
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.kfac.placement import TabledInversion
@@ -24,6 +26,9 @@ from offbeat.simulation.training import TensorProfile
 
 FORMAT: Final = 2
 FLOAT_BYTES: Final = 4
+
+DTYPES: Final = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+"""Of weights and gradients, by the bytes of an element."""
 
 SELECTED_DENSITY: Final = 0.001
 """At which `select_s_per_element` is timed, and `SELECTED_CODECS` are part of it."""
@@ -144,7 +149,7 @@ class Layer:
         a_dim: rows of A: inputs of an output element, the bias included.
         g_dim: rows of G: output channels.
         num_positions: outputs of a channel for one sample; 1 for a linear layer.
-        tensor: which of the model's parameters its weight is.
+        tensor: which of the profile's tensors its weight is, counted from 0.
     """
 
     a_dim: int
@@ -182,7 +187,7 @@ class ModelProfile:
             gloo's.
         batches: at one or more batch sizes, ascending; the last is the one that is planned for.
         optimizer_s: the optimizer's step.
-        element_bytes: of a weight and its gradient: 4 in float32, 2 in bfloat16.
+        element_bytes: of a weight and its gradient: one of `DTYPES`.
         devices: that divide the model by FSDP and are one worker.
         device_bytes: memory of the device; 0: unknown.
         activation_bytes: what a batch keeps in it for the backward pass; 0: unknown.
@@ -266,6 +271,11 @@ class ModelProfile:
                 f"profile {self.name!r} has {len(self.batches)} timed batches and"
                 f" {len(self.tensors)} tensors, needed is at least one of each"
             )
+        if self.element_bytes not in DTYPES:
+            raise ConfigError(
+                f"profile {self.name!r} has weights of {self.element_bytes} bytes, allowed are"
+                f" {', '.join(map(str, DTYPES))}"
+            )
         for batch in self.batches:
             if batch.batch_size < 1:
                 raise ConfigError(
@@ -286,6 +296,13 @@ class ModelProfile:
                     f"profile {self.name!r} has a tensor of {tensor.num_elements} elements and"
                     f" {tensor.rows} rows, ready at {tensor.ready}; allowed are 1 or more, and 0"
                     " to 1"
+                )
+        for layer in self.layers:
+            if not 0 <= layer.tensor < len(self.tensors):
+                raise ConfigError(
+                    f"profile {self.name!r} has a layer whose weight is tensor {layer.tensor};"
+                    f" allowed is 0 to {len(self.tensors) - 1}; write it anew with `offbeat"
+                    " profile`"
                 )
 
     def _require_seconds(self, field: str, value: float, *, least: float = 0.0) -> None:

@@ -209,8 +209,11 @@ class ScriptTimer(_Watching):
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._main is None:
             self._main = max(self.optimizers, key=_size)
-            trained = [p for one in self.optimizers for p in _parameters(one)]
-            self._timer.watch(list(dict.fromkeys(trained)))
+            trained = dict.fromkeys(p for one in self.optimizers for p in _parameters(one))
+            weights = () if self._model is None else self._model.parameters()
+            # Buckets follow the model, whatever the optimizer's groups begin with.
+            in_order = dict.fromkeys(weight for weight in weights if weight in trained)
+            self._timer.watch([*(in_order | trained)])
         if optimizer is self._main:
             self._timer.step_ended()
             if self._timer.is_done:

@@ -123,10 +123,13 @@ class Setting:
         return [
             VirtualLink(
                 latency_s=link.latency_s + self._or_free(MESSAGE_WAKE_S),
-                bytes_per_s=self.payload_share * link.bytes_per_s,
+                # Headers are none of what a window holds.
+                bytes_per_s=min(
+                    self.payload_share * self.cluster.link_of(worker).bytes_per_s, link.bytes_per_s
+                ),
                 message_s=self.message_s,
             )
-            for link in self.cluster.virtual_links()
+            for worker, link in enumerate(self.cluster.virtual_links())
         ]
 
     @cached_property

@@ -34,6 +34,7 @@ from offbeat.strategies.gtopk import GTopK
 from offbeat.strategies.powersgd import PowerSGD
 from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
 from offbeat_lab.plan.profile import (
+    DTYPES,
     FLOAT_BYTES,
     SELECTED_CODECS,
     SELECTED_DENSITY,
@@ -130,8 +131,8 @@ class StepTimer:
         return len(self.steps) >= self._num_steps
 
     def watch(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Note when their gradients are ready, from now on."""
-        for parameter in parameters:
+        """Note when their gradients are ready, from now on, but for empty ones."""
+        for parameter in filter(torch.Tensor.numel, parameters):
             number = len(self.parameters)
             self.parameters.append(parameter)
             parameter.register_post_accumulate_grad_hook(
@@ -242,7 +243,7 @@ def profile_of(
     steps = batches[-1][1]
     device = parameters[0].device
     num_elements = sum(parameter.numel() for parameter in parameters)
-    is_half = sum(parameter.nbytes for parameter in parameters) < 3 * num_elements
+    mean_bytes = sum(parameter.nbytes for parameter in parameters) / num_elements
     usual_step_s = median(step.duration_s for step in steps)
     durations_s = [s for s in (step.duration_s for step in steps) if s <= _PAUSE * usual_step_s]
     few = min(num_elements, _MOST_ELEMENTS)
@@ -255,7 +256,7 @@ def profile_of(
         name=name,
         device=device_name(device),
         on_gpu=device.type == "cuda",
-        element_bytes=FLOAT_BYTES // 2 if is_half else FLOAT_BYTES,
+        element_bytes=min(DTYPES, key=lambda each: abs(each - mean_bytes)),
         batches=tuple(
             TimedBatch(
                 batch_size=size,

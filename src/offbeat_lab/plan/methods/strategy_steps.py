@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost
@@ -36,8 +35,9 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
+from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.methods.planned_rank import PlannedMachine, PlannedRank, PlannedTimeline
-from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile
+from offbeat_lab.plan.profile import DTYPES, FLOAT_BYTES, Layer, ModelProfile
 from offbeat_lab.plan.simulation import FEW_WORKERS, ClosedForm, Run, Setting, Simulated
 
 _NAMES: Final[dict[Any, str]] = {
@@ -127,9 +127,17 @@ class StrategySteps:
         method = StrategySteps(
             replace(self._strategy, mega_batch=size), extra_bytes=self.extra_bytes
         )
-        few = replace(setting, cluster=cluster.left_with(workers))
-        note = f"as of {workers} workers: a merge of more of them takes little longer"
-        return replace(method._simulate_workers(few, workers), by_events=False, note=note)
+        few = replace(setting, cluster=_thinned(cluster, workers))
+        found = method._simulate_workers(few, workers)
+        # Where few workers cannot have the same share of late ones.
+        later_s = 1 / setting.ideal_pace - 1 / few.ideal_pace
+        return replace(
+            found,
+            step_s=found.step_s + later_s,
+            pace=1 / (1 / found.pace + later_s),
+            by_events=False,
+            note=f"as of {workers} workers: a merge of more of them takes little longer",
+        )
 
     def _simulate_workers(self, setting: Setting, num_workers: int) -> Simulated:
         profile = setting.profile
@@ -152,7 +160,7 @@ class StrategySteps:
             layers=layers,
             looks_s=profile.factors_s,
             batch_size=profile.batch.batch_size,
-            dtype=torch.float32 if profile.element_bytes == FLOAT_BYTES else torch.bfloat16,
+            dtype=DTYPES[profile.element_bytes],
         )
         machines: list[_Machine] = []
         if shares:
@@ -198,6 +206,25 @@ class StrategySteps:
         first = -(-batches.start // size) * size
         count = min(-(-len(batches) // size), max(1, _MERGES // workers))
         return range(first, first + count * size)
+
+
+def _thinned(cluster: Cluster, workers: int) -> Cluster:
+    """So many of its workers, of whom as large a share is late, but of each kind one at least."""
+
+    def fewer(number: int) -> int:
+        return max(1, round(number * workers / cluster.workers))
+
+    def among_few(who: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        if isinstance(who, int):
+            return fewer(who)
+        # Which keep their speeds.
+        return tuple(sorted({worker % workers for worker in who})[: fewer(len(who))])
+
+    late = [
+        entry.model_copy(update={"workers": among_few(entry.workers)})
+        for entry in cluster.straggling
+    ]
+    return cluster.left_with(workers).changed(straggling=tuple(late))
 
 
 def laid_out(profile: ModelProfile) -> tuple[list[TensorProfile], list[Layer]]:
