@@ -19,8 +19,8 @@ from offbeat.run.coordination import (
 from offbeat.transport.connect import launched, require_address
 
 
-def join() -> Coordinator:
-    """Initialise torch.distributed (gloo) among the processes of this run. `leave` undoes it.
+def join(backend: str = "gloo") -> Coordinator:
+    """Initialise torch.distributed among the processes of this run. `leave` undoes it.
 
     A worker that comes back only finds the store: its peers made their process group without it.
     """
@@ -47,7 +47,7 @@ def join() -> Coordinator:
         coordinator = Coordinator(store, launch.rank, launch.world_size)
     if not coordinator.restart:
         dist.init_process_group(
-            "gloo", store=coordinator.store, rank=launch.rank, world_size=launch.world_size
+            backend, store=coordinator.store, rank=launch.rank, world_size=launch.world_size
         )
     return coordinator
 

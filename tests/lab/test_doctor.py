@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -23,6 +25,7 @@ from rich.console import Console
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.errors import ConfigError, OffbeatError
+from offbeat.run.coordination import serve_store
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.cli import doctor as doctor_command
 from offbeat_lab.cluster.parts import PAYLOAD_SHARE
@@ -30,6 +33,7 @@ from offbeat_lab.cluster.quantities import rounded
 from offbeat_lab.cluster.reading import load, parse_cluster
 from offbeat_lab.doctor import Diagnosis, diagnose
 from offbeat_lab.doctor import diagnosis as whole
+from offbeat_lab.doctor import measure as measuring
 from offbeat_lab.doctor.diagnosis import ALONE, analyse, cluster_of, display_link
 from offbeat_lab.doctor.facts import Finding, find_all
 from offbeat_lab.doctor.measure import HostFacts, Listening, Measurement, own_sockets, sockets_at
@@ -217,6 +221,12 @@ def test_local_workers_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPatc
         diagnose(workers=4)
 
 
+def test_what_is_refused_is_not_said_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="--workers is 0; a measurement takes 2 to 64"):
+        doctor_command.run(workers=0)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_page_shows_all_and_ends_with_the_verdict() -> None:
     found = analyse(
         [
@@ -326,6 +336,34 @@ def test_real_workers_measure_each_other_and_listen_on_loopback_only(
     }
     assert {one.address for one in found.listening} == {"127.0.0.1"}
     assert {one.rank for one in found.listening if one.owner == "offbeat"} == {0, 1}
+
+
+def test_where_there_are_gpus_each_rank_measures_nccl_on_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of what needs a GPU, what is asked for."""
+    asked: list[object] = []
+
+    class StoppedError(Exception):
+        pass
+
+    def connect(*, device: torch.device) -> None:
+        asked.append(device)
+        raise StoppedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    monkeypatch.setattr(measuring, "connect", connect)
+    store = serve_store()
+    for name, value in (store.environment(0, 1) | {"LOCAL_RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoppedError):
+        measuring.measure()
+    gpu = torch.device("cuda", 1)
+    assert asked == ["cpu:gloo,cuda:nccl", gpu, gpu]
 
 
 @pytest.mark.ranks

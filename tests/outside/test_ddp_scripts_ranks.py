@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from outside_support.stores import find_by, stores
@@ -134,3 +136,32 @@ def test_every_rank_ends_as_under_torchrun(tmp_path: Path, name: str) -> None:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
     assert results_in(tmp_path / "offbeat") == results_in(tmp_path / "torchrun")
+
+
+def weights_when_wrapped_anew(rank: int, world_size: int) -> list[float]:
+    """Of a model that each rank has trained by steps of its own length: once a new wrapper is made,
+    and after a step through the first one.
+    """
+    weights = []
+    with coupled_to(offbeat.LocalSGD(period=8, warmup=0)):
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (-(rank + 1) * ddp(torch.ones(1))).backward()
+            optimizer.step()
+
+        for _ in range(4):
+            step()
+        DistributedDataParallel(model)
+        weights.append(model.weight.item())
+        step()
+        weights.append(model.weight.item())
+    return weights
+
+
+def test_a_model_that_is_wrapped_anew_has_what_all_ranks_have_learned(run_ranks: RunRanks) -> None:
+    assert run_ranks(weights_when_wrapped_anew, 2) == [[6.0, 7.0], [6.0, 8.0]]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -16,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
+from offbeat.run import coordination, supervise
 from offbeat.run.coordination import (
     LOOPBACK,
+    PATIENCE,
     Coordinator,
     only_returned_ranks_step,
     publish_step,
@@ -292,3 +295,28 @@ def test_a_host_without_the_secret_of_the_first_one_says_so(
     where = Meeting(host=LOOPBACK, port=server.port, num_nodes=2, node_rank=1)
     with pytest.raises(ConfigError, match=f"{SECRET_VARIABLE} is set on the first host"):
         meet(where, workers=2)
+
+
+def test_the_first_host_waits_as_long_as_the_others_and_names_the_one_that_has_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert serve_store().store.timeout == PATIENCE  # type: ignore[attr-defined]
+    monkeypatch.setattr(coordination, "PATIENCE", timedelta(milliseconds=100))
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    (port,) = free_ports(1)
+    with pytest.raises(ConfigError, match="host 1 of 2 has not come .*--node-rank 1 there, too"):
+        meet(Meeting(host=LOOPBACK, port=port, num_nodes=2, node_rank=0), workers=2)
+
+
+@pytest.mark.parametrize("named", ["eth7", ""])
+def test_of_an_address_without_a_known_interface_workers_have_the_one_that_the_user_names(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of IPv6, where loopback's would keep the hosts apart."""
+    monkeypatch.setattr(supervise, "interface_of", lambda address: None)
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("OFFBEAT_INTERFACE", LOOPBACK)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    (port,) = free_ports(1)
+    own = meet(Meeting(host=LOOPBACK, port=port, num_nodes=1, node_rank=0), workers=2)
+    assert own.environment["GLOO_SOCKET_IFNAME"] == named

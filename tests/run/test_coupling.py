@@ -10,7 +10,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,25 +138,66 @@ def test_samples_are_seen_that_are_given_by_name_too(stack: ExitStack) -> None:
     assert script.heard.num_samples == [4, 4]
 
 
-def test_of_several_models_the_samples_of_the_recorded_one_count(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+@contextmanager
+def recorded(path: Path) -> Iterator[None]:
+    """The block is a script whose record is at `path`."""
     config = script_run(ScriptCommand(path="gan.py"), "allreduce", {}, workers=1)
-    path = create(tmp_path / "record", config)
+    create(path, config)
     begin_attempt(path, config, start_step=0)
     opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
     recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
     recipe = StrategyRecipe(offbeat.AllReduce())
     sessions = ScriptSessions(recipe, recorder)
-    stack.enter_context(patched_for(recipe, sessions))
-    generator, critic = (DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
-    for _ in range(3):
-        step(generator, optimizers[0])
-        step(critic, optimizers[1])
-    sessions.close(None)
-    recorder.end()
-    assert [event.batch_size for event in Record(path).events(0)] == [4, 4, 4]
+    with patched_for(recipe, sessions):
+        yield
+        sessions.close(None)
+        recorder.end()
+
+
+def test_of_several_models_the_samples_of_the_recorded_one_count(
+    group: None, tmp_path: Path
+) -> None:
+    with recorded(tmp_path / "record"):
+        generator, critic = (DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+        for _ in range(3):
+            step(generator, optimizers[0])
+            step(critic, optimizers[1])
+    assert [event.batch_size for event in Record(tmp_path / "record").events(0)] == [4, 4, 4]
+
+
+def test_what_belongs_to_a_step_that_a_scaler_leaves_out_is_in_none_of_the_record(
+    group: None, tmp_path: Path
+) -> None:
+    with recorded(tmp_path / "record"):
+        ddp = DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(3):
+            loss = ddp(X).sum()
+            scaler.scale(loss).backward()
+            if number == 0:
+                ddp.module.weight.grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    events = [*Record(tmp_path / "record").events(0)]
+    assert [event.loss for event in events] == pytest.approx([loss.item()] * 2)
+    assert [event.batch_size for event in events] == [4, 4]
+
+
+def test_a_process_that_loads_data_runs_its_own_function_and_does_not_count(
+    stack: ExitStack,
+) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+
+    def load() -> None: ...
+
+    load.__module__ = "torch.utils.data.loading"
+    assert script.sessions.process_made(load) is load
+    assert script.sessions.num_processes == 0
+    assert script.sessions.process_made(step) is not step
+    assert script.sessions.num_processes == 1
 
 
 def test_models_that_a_script_has_let_go_of_are_not_kept(stack: ExitStack) -> None:

@@ -386,6 +386,13 @@ def test_without_a_record_logging_does_nothing_but_check() -> None:
         ("val_nDCG@10", True),
         ("hits@1", True),
         ("num_correct", True),
+        ("val_auroc", True),
+        ("auprc", True),
+        ("mIoU", True),
+        ("cohen_kappa", True),
+        ("mcc", True),
+        ("fid_score", False),
+        ("fidelity_score", True),
     ],
 )
 def test_a_name_says_whether_more_is_better(name: str, higher: bool) -> None:

@@ -75,6 +75,7 @@ PLACES: list[tuple[object, str]] = [
     (torch.optim.Optimizer, "__init__"),
     (torch.amp.GradScaler, "__init__"),
     (torch.amp.GradScaler, "scale"),
+    (torch.amp.GradScaler, "step"),
     (torch.nn.Module, "train"),
     (torch.Tensor, "backward"),
     (torch.nn.utils, "clip_grad_norm_"),
@@ -211,6 +212,8 @@ def test_optimizers_scalers_losses_and_modes_are_heard_of(heard: Heard) -> None:
     loss = model(torch.ones(1, 3)).sum()
     scaler.scale(loss)
     loss.backward()
+    model.weight.grad = torch.full((1, 3), torch.inf)
+    scaler.step(optimizer)
     model.eval()
     dist.destroy_process_group()
     assert [event for event in heard.events if event[0] != "backward_ended"] == [
@@ -218,6 +221,7 @@ def test_optimizers_scalers_losses_and_modes_are_heard_of(heard: Heard) -> None:
         ("scaler_made", scaler),
         ("scaler_used", scaler),
         ("backward_begins", loss),
+        ("scaler_steps", optimizer),
         ("mode_changed", model),
         ("group_ends", None),
     ]

@@ -34,8 +34,7 @@ class ChildFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _patched_here:
             return self._function(*args, **kwargs)
-        # What is imported here takes a while, and children such as those of a DataLoader need none
-        # of it unless they train.
+        # What is imported here takes a while, and processes that are forked need none of it.
         from offbeat.run.config import RunConfig
         from offbeat.run.coupling import ModelListener, ScriptSessions, is_good_end
         from offbeat.run.recipes import recipe_for

@@ -83,7 +83,12 @@ def serve_store(address: str = LOOPBACK, port: int = 0) -> RunStore:
         # Given only an address, the store would listen on every interface.
         descriptor = os.dup(listener.fileno())
         store = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=PATIENCE,
+            master_listen_fd=descriptor,
         )
     return RunStore(store=store, address=address, port=port)
 
@@ -93,6 +98,18 @@ def store_client(address: str, port: int) -> Store:
     `RuntimeError` where nobody serves one.
     """
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+
+
+def text_in_time(store: Store, key: str) -> str | None:
+    """The text of `key`; None where nobody has set it within `PATIENCE`. A wait of the store's own
+    does not hear Ctrl-C.
+    """
+    until_s, pauses = time.monotonic() + PATIENCE.total_seconds(), _pauses(1e-3)
+    while not store.check([key]):
+        if time.monotonic() > until_s:
+            return None
+        next(pauses)
+    return store.get(key).decode()
 
 
 def record_death(store: Store, rank: int, *, deaths: int) -> None:

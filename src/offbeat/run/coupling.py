@@ -99,6 +99,9 @@ class ModelListener:
     def samples_seen(self, model: torch.nn.Module, args: Sequence[Any]) -> None:
         """A forward pass of `model` for training begins with these arguments."""
 
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """A scaler has taken a step of `optimizer`, or left it out."""
+
     def evaluates(self) -> None:
         """The script puts a model out of training mode."""
 
@@ -228,12 +231,14 @@ class ScriptSessions(ScriptListener):
     def ddp_begins(self, module: torch.nn.Module) -> None:
         for coupled in self._coupled:
             session = coupled.session
-            if (
-                isinstance(session, Session)
-                and not session.acting.replicas_differ
-                and coupled.has_any_of(module.parameters())
-            ):
+            if not (isinstance(session, Session) and coupled.has_any_of(module.parameters())):
+                continue
+            if not session.acting.replicas_differ:
                 session.finish()  # what each rank has a part of is whole, as at the end
+            elif coupled.evaluation is not None:
+                # DDP is about to write rank 0's model into all ranks. The session stays open, since
+                # a new wrapper may only evaluate, and the first one train on.
+                coupled.evaluation.take_mean(ends=False)
 
     @override
     def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
@@ -268,6 +273,10 @@ class ScriptSessions(ScriptListener):
         pass which comes next.
         """
         self._scalers.sort(key=lambda reference: reference() is scaler)
+
+    @override
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        self._listener.scaler_steps(optimizer)
 
     @override
     def mode_changed(self, module: torch.nn.Module) -> None:
@@ -323,9 +332,9 @@ class ScriptSessions(ScriptListener):
 
     def process_made(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What a process that the script makes is to call in the place of `function`."""
-        self.num_processes += not str(getattr(function, "__module__", "")).startswith(
-            "torch.utils.data"
-        )
+        if str(getattr(function, "__module__", "")).startswith("torch.utils.data"):
+            return function  # it loads data, and needs nothing of what takes a while to import
+        self.num_processes += 1
         return ChildFunction(function)
 
     # What the script attaches itself

@@ -8,6 +8,8 @@ collective there:
     model.state_dict()      returns the mean; so does that of a part of the model
     model.train(), a forward pass with gradients, optimizer.step()
                             this rank's own weights are put back
+    DDP(model)              of a model that is wrapped anew: the mean stays, in the place of what
+                            rank 0 has alone, which DDP would write into all ranks
     model.load_state_dict() what is loaded counts as the mean from then on; after the last step, as
                             where the best model is loaded at the end, the session ends with it
     parameter.copy_()       what the script puts into the parameters between two steps, such as a
@@ -119,15 +121,20 @@ class EvaluationWeights(SessionObserver):
             self._own = None
         self._rest.close()
 
-    def take_mean(self) -> None:
-        """Put the mean of all ranks' models into the parameters, for good: the session is about to
-        end, and the script goes on. Collective.
+    def take_mean(self, *, ends: bool = True) -> None:
+        """Put the mean of all ranks' models into the parameters, for good: the script goes on with
+        it. Collective.
+
+        Args:
+            ends: whether the session is about to, so that no rank has to wait for this one.
         """
         self.training_goes_on()
         try:
-            if self._session.averages_alone:
+            if ends and self._session.averages_alone:
                 self._session.finish()
-            self._write(self._session.averaged_tensors())
+            mean = self._session.averaged_tensors()
+            self._write(mean)
+            self._left, self._mean = self._sample(), mean
         except OffbeatError as error:
             LOGGER.warning("this rank keeps its own weights: %s", error)
 

@@ -20,6 +20,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
   along the other one FSDP would exchange gradients.
 - `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
 - `GradScaler.scale`: of several scalers, the last one that has scaled is that of the backward pass.
+- `GradScaler.step`: where it leaves the optimizer's step out, what was seen since the step before
+  belongs to none, for the record.
 - `register_optimizer_step_pre_hook`, which is public: to know of each step. A session is attached
   there where a closure makes the first forward pass: its own hooks have to be on the optimizer
   before the step.
@@ -100,6 +102,9 @@ class ScriptListener:
 
     def scaler_used(self, scaler: torch.amp.GradScaler) -> None:
         """It has scaled a loss by `scaler`."""
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """A scaler has taken a step of `optimizer`, or left it out."""
 
     def mode_changed(self, module: torch.nn.Module) -> None:
         """`module` trains now, or is evaluated, as `module.training` says."""
@@ -188,6 +193,7 @@ def patched(
             (torch.nn.Module, "train", listener.mode_changed),
         ):
             put(owner, name, _then(getattr(owner, name), tell))
+        put(torch.amp.GradScaler, "step", _scaler_step(torch.amp.GradScaler.step, listener))
         before_step = register_optimizer_step_pre_hook(_before_step(listener))
         stack.callback(before_step.remove)
         put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener, exchanges))
@@ -342,6 +348,16 @@ def _then(original: Callable[..., Any], tell: Callable[[Any], None]) -> Callable
         return result
 
     return both
+
+
+def _scaler_step(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+    @wraps(original)
+    def step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, optimizer, *args, **kwargs)
+        listener.scaler_steps(optimizer)
+        return result
+
+    return step
 
 
 def _before_step(listener: ScriptListener) -> Callable[..., None]:

@@ -59,11 +59,12 @@ _NO_METRICS: Final = frozenset(
     {"loss", "train_loss", "training_loss", "lr", "learning_rate", "step", "epoch", "iter", "time"}
 )
 _HIGHER_IS_BETTER: Final = (
-    "acc", "top1", "top5", "f1", "auc", "precision", "recall", "bleu", "rouge", "map", "iou",
-    "dice", "psnr", "ssim", "reward", "return", "score", "r2", "ndcg", "mrr", "hit", "corr",
+    "acc", "top1", "top5", "f1", "auc", "auroc", "auprc", "precision", "recall", "bleu", "rouge",
+    "map", "iou", "miou", "dice", "kappa", "mcc", "psnr", "ssim", "reward", "return", "score", "r2",
+    "ndcg", "mrr", "hit", "corr",
 )  # fmt: skip
-_LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape")
-"""Words that decide, whatever else a name says: top1_error, dice_loss."""
+_LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape", "fid")
+"""Words that decide, whatever else a name says: top1_error, dice_loss, fid_score."""
 
 
 LOGGER = logging.getLogger("offbeat")
@@ -124,6 +125,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._losses_seen = False
         self._num_samples = 0
         self._is_attached = False
+        self._optimizer: torch.optim.Optimizer | None = None
         self._step_has_begun = self._has_evaluated = self._was_asked = False
         self._evaluated_s = 0.0
 
@@ -152,7 +154,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             run.attached = attached
             self._recorder.begin_anew()
         session.observers.append(self)
-        self._is_attached = True
+        self._is_attached, self._optimizer = True, optimizer
 
     def _begin(self, opened: OpenRecord, attached: AttachedModel) -> None:
         """Record from now on: the first session is at work."""
@@ -188,6 +190,11 @@ class ScriptRecorder(SessionObserver, ModelListener):
             seen = loss.detach().float() / scale
             so_far = self._loss_of_step
             self._loss_of_step = seen if so_far is None else so_far + seen
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """A scaler has taken a step of `optimizer`, or left it out."""
+        if optimizer is self._optimizer:
+            self._step_is_over()
 
     def evaluates(self) -> None:
         """The script puts a model out of training mode: what follows belongs to no step."""
@@ -230,7 +237,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._step_is_recorded(step, recorder)
         if loss is not None:
             self._losses.append(loss)
-        self._loss_of_step, self._num_samples, self._step_has_begun = None, 0, False
+        self._step_is_over()
         if step % LOSS_EVERY == 0 and self._losses:
             mean = sum(self._losses) / len(self._losses)
             self._evaluations.append(recorder.evaluation(mean, {}))
@@ -296,6 +303,10 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def _stop_at_limit(self) -> None:
         if self._limit is not None and self.position.step >= self._limit:
             raise SystemExit(0)  # the script's own `finally` clauses are carried out
+
+    def _step_is_over(self) -> None:
+        """What is seen from now on belongs to the next step."""
+        self._loss_of_step, self._num_samples, self._step_has_begun = None, 0, False
 
     def _begin_step(self) -> None:
         """The first thing that is seen of a step."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from offbeat.codec import jit
 from offbeat.errors import ConfigError
 from offbeat.run.config import RunConfig
-from offbeat.run.coordination import RunStore, serve_store, store_client
+from offbeat.run.coordination import RunStore, serve_store, store_client, text_in_time
 from offbeat.run.interrupts import interrupts
 from offbeat.run.local_worker import WorkerProcess, WorkerProgram, WorkerStart, start_process
 from offbeat.run.progress import Listener, NoticeListener
@@ -213,8 +213,8 @@ def meet(where: Meeting, workers: int) -> HostShare:
         workers: of this host.
 
     Raises:
-        ConfigError: no address of this host leads there, the port is taken, or the first host has a
-            secret that this one lacks.
+        ConfigError: no address of this host leads there, the port is taken, the first host has a
+            secret that this one lacks, or a host does not come.
     """
     os.environ["MASTER_ADDR"] = where.host
     address = listen_address()
@@ -237,13 +237,20 @@ def meet(where: Meeting, workers: int) -> HostShare:
         raw.set(f"{_HOSTS}/secret", drawn)
         secret = secret or drawn
     raw.set(f"{_HOSTS}/{where.node_rank}", str(workers))
-    counts = [int(raw.get(f"{_HOSTS}/{node}")) for node in range(where.num_nodes)]
+    counts = []
+    for node in range(where.num_nodes):
+        said = text_in_time(raw, f"{_HOSTS}/{node}")
+        if said is None:
+            raise ConfigError(
+                f"host {node} of {where.num_nodes} has not come to {where.host} port {where.port};"
+                f" start offbeat run --node-rank {node} there, too"
+            )
+        counts.append(int(said))
     secret = secret or raw.get(f"{_HOSTS}/secret").decode()
     if not secret:
         raise ConfigError(
             f"{SECRET_VARIABLE} is set on the first host, and not on this one; set the same on all"
         )
-    interface = interface_of(address)
     return HostShare(
         first_rank=sum(counts[: where.node_rank]),
         num_workers=workers,
@@ -252,8 +259,12 @@ def meet(where: Meeting, workers: int) -> HostShare:
         secret=secret,
         environment={
             "OFFBEAT_INTERFACE": address,
+            # Of an address that is not the first of its interface, or of IPv6, no interface is
+            # known. An empty name is none to gloo, while that of loopback would keep hosts apart.
+            "GLOO_SOCKET_IFNAME": (
+                interface_of(address) or os.environ.get("GLOO_SOCKET_IFNAME", "")
+            ),
             "GROUP_RANK": str(where.node_rank),
             "GROUP_WORLD_SIZE": str(where.num_nodes),
-            **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}),
         },
     )

@@ -86,11 +86,12 @@ def join_process_group() -> bool:
     if launch is None:
         return False
     require_address(launch)
-    dist.init_process_group(_backend(), rank=launch.rank, world_size=launch.world_size)
+    dist.init_process_group(usual_backend(), rank=launch.rank, world_size=launch.world_size)
     return True
 
 
-def _backend() -> str:
+def usual_backend() -> str:
+    """What torch.distributed is initialised with: gloo, and NCCL beside it where there is CUDA."""
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
@@ -310,7 +311,7 @@ def join_island(num_shards: int) -> None:
     store.set_timeout(_WAIT_FOR_ISLAND)
     name = f"offbeat/returning/{os.environ[RETURN_VARIABLE]}/{island}"
     dist.init_process_group(
-        _backend(), store=PrefixStore(name, store), rank=shard, world_size=num_shards
+        usual_backend(), store=PrefixStore(name, store), rank=shard, world_size=num_shards
     )
 
 

@@ -15,7 +15,14 @@ from rich.table import Table
 from offbeat.errors import ConfigError
 from offbeat_lab.cli.common import print_line, require_writable, working
 from offbeat_lab.doctor import Diagnosis, diagnose
-from offbeat_lab.doctor.diagnosis import ALONE, cluster_of, display_link, display_seconds, within
+from offbeat_lab.doctor.diagnosis import (
+    ALONE,
+    cluster_of,
+    display_link,
+    display_seconds,
+    require_measurable,
+    within,
+)
 from offbeat_lab.doctor.facts import Finding
 from offbeat_lab.doctor.measure import Measurement
 from offbeat_lab.plan.plans import PlanRequest, make_plan, usual_strategies
@@ -52,6 +59,7 @@ def run(
     if workers is None:
         diagnosis = diagnose()
     else:
+        require_measurable(workers)
         with working(f"measuring what {workers} workers send each other", quiet=as_json):
             diagnosis = diagnose(workers=workers)
     if diagnosis is None:

@@ -70,18 +70,14 @@ def diagnose(*, workers: int | None = None) -> Diagnosis | None:
         OffbeatError: the workers cannot reach each other.
     """
     launch = launched()
-    if launch is not None and workers is not None:
-        raise ConfigError(
-            f"--workers is {workers}, but torchrun or srun has started {launch.world_size}; leave"
-            " it out"
-        )
     measurement = None
-    if launch is not None and launch.world_size > 1:
+    if workers is not None:
+        require_measurable(workers)
+        measurement = measure_locally(workers)
+    elif launch is not None and launch.world_size > 1:
         measurement = measure()
         if launch.rank != 0:
             return None
-    elif workers is not None:
-        measurement = measure_locally(workers)
     return analyse(find_all(), measurement)
 
 
@@ -144,16 +140,24 @@ MAX_WORKERS = 64
 _TIMEOUT_S = 120.0
 
 
+def require_measurable(workers: int) -> None:
+    """Raise `ConfigError` where `--workers` cannot be measured between here."""
+    if (launch := launched()) is not None:
+        raise ConfigError(
+            f"--workers is {workers}, but torchrun or srun has started {launch.world_size}; leave"
+            " it out"
+        )
+    if not 2 <= workers <= MAX_WORKERS:
+        raise ConfigError(f"--workers is {workers}; a measurement takes 2 to {MAX_WORKERS}")
+
+
 def measure_locally(workers: int) -> Measurement:
     """Start `workers` processes, let them measure over loopback what offbeat itself costs, and end
     them.
 
     Raises:
-        ConfigError: fewer than two workers, or more than 64.
         OffbeatError: one of them failed; the message is its last line.
     """
-    if not 2 <= workers <= MAX_WORKERS:
-        raise ConfigError(f"--workers is {workers}; a measurement takes 2 to {MAX_WORKERS}")
     with ExitStack() as stack:
         store = serve_store()
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-doctor-")))

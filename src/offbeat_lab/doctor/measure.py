@@ -21,7 +21,7 @@ import torch
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.gradients.collective_choice import measured_costs
 from offbeat.run.records import usable_cores
-from offbeat.transport.connect import connect
+from offbeat.transport.connect import connect, usual_backend
 from offbeat.transport.driver import Driver, Stream
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs
 from offbeat_lab.joining import join, leave
@@ -81,11 +81,15 @@ def measure() -> Measurement:
         OffbeatError: the workers cannot find or reach each other.
     """
     opened: dict[str, frozenset[tuple[str, int]]] = {"before": own_sockets()}
-    coordinator = join()
+    coordinator = join(usual_backend())
     opened["process group"] = own_sockets()
-    has_device = int(os.environ.get("LOCAL_RANK", coordinator.rank)) < torch.cuda.device_count()
-    device = "cuda" if set(coordinator.all_gather("cuda", str(has_device))) == {"True"} else "cpu"
-    driver = connect(device=torch.device(device)).driver
+    local_rank = int(os.environ.get("LOCAL_RANK", coordinator.rank))
+    said = coordinator.all_gather("cuda", str(local_rank < torch.cuda.device_count()))
+    device = torch.device("cpu")
+    if set(said) == {"True"}:
+        device = torch.device("cuda", local_rank)  # NCCL demands one for each rank of a host
+        torch.cuda.set_device(device)
+    driver = connect(device=device).driver
     try:
         opened["offbeat"] = own_sockets()
         network, pairs, busy_pairs = _probe(driver, device)
@@ -107,7 +111,7 @@ def measure() -> Measurement:
     leave()
     return Measurement(
         world_size=coordinator.world_size,
-        device=device,
+        device=device.type,
         hosts=hosts,
         network=network,
         pairs=pairs,
@@ -116,9 +120,9 @@ def measure() -> Measurement:
     )
 
 
-def _probe(driver: Driver, device: str) -> tuple[NetworkCosts, list[PairLink], list[PairLink]]:
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", driver.rank)))
+def _probe(
+    driver: Driver, device: torch.device
+) -> tuple[NetworkCosts, list[PairLink], list[PairLink]]:
     stream = Stream(0)
     sample = torch.zeros(1, device=device)
     network = measured_costs(driver, stream, sample=sample)
