@@ -444,19 +444,19 @@ class GradientExchange(Callback):
     @override
     def on_join(self) -> None:
         """Exchange without a backward pass: what has been accumulated without being sent, or
-        nothing.
+        nothing, which is what a gradient of an earlier step is, also where the loop has left it.
 
         Where weights are samples, a rank that had none in this step has no weight.
         """
         self._is_idle = not (self._unsent or self._counts_samples)
-        if self._gives_whole and not self._exchanges_since_step:
-            for (bucket, _), published, version in zip(
-                self._pairs, self._published, self._versions, strict=True
-            ):
-                if version_of(bucket.flat) != version:
-                    # The loop has computed gradients itself, and written them where the last ones
-                    # were: these are new.
-                    published[:] = False
+        if not self._exchanges_since_step:
+            for b, (bucket, _) in enumerate(self._pairs):
+                # Where the loop has computed gradients itself, and written them where the last ones
+                # were, these are new.
+                is_new = self._gives_whole and version_of(bucket.flat) != self._versions[b]
+                for position in [] if is_new else self._live(b):
+                    bucket.parameters[position].grad = None
+                self._published[b][:] = False
         self.on_backward_begins(synchronised=True)
         self._exchange()
         self._is_idle = False
@@ -634,15 +634,19 @@ class GradientExchange(Callback):
                 " after it"
             )
 
-    def _stash(self, b: int) -> bool:
-        """Returns whether the gradients are still there, if there have been any."""
+    def _live(self, b: int) -> list[int]:
+        """Positions of the gradients that exchanges have brought and that are still there."""
         bucket = self._pairs[b][0]
-        live = [
+        return [
             position
             for position in np.flatnonzero(self._published[b]).tolist()
             if (gradient := bucket.parameters[position].grad) is not None
             and bucket.holds(position, gradient)
         ]
+
+    def _stash(self, b: int) -> bool:
+        """Returns whether the gradients are still there, if there have been any."""
+        bucket, live = self._pairs[b][0], self._live(b)
         had_any = bool(self._published[b].any())
         self._published[b][:] = False
         if not live or _is_zero(
