@@ -358,14 +358,19 @@ class GradientExchange(Callback):
         """
         self._num_accumulated = 0
         self._synchronised = synchronised
-        for b in range(len(self._pairs)):
-            self._arrived[b].clear()
-            if synchronised or self._may_keep_entries or not self._gives_whole:
-                self._look_for_dropped(was_dropped=not self._stash(b))
-            else:
-                # The pass adds to the mean what is this rank's own. The mean of such sums is that
-                # of what is new, added to the mean: they are exchanged as they stand.
-                self._published[b][:] = False
+        for arrived in self._arrived:
+            arrived.clear()
+        if synchronised or self._may_keep_entries or not self._gives_whole:
+            stay = [self._stash(b) for b in range(len(self._pairs))]
+            if not all(stay):
+                self._look_for_dropped()
+                if all(stashed is None for stashed in self._stashed):
+                    self._exchanges_since_step = 0  # the step has what begins now, and nothing else
+        else:
+            # The pass adds to the mean what is this rank's own. The mean of such sums is that of
+            # what is new, added to the mean: they are exchanged as they stand.
+            for published in self._published:
+                published[:] = False
         if not synchronised and any(stashed is not None for stashed in self._stashed):
             self._restore()
             raise UnsupportedError(
@@ -611,12 +616,12 @@ class GradientExchange(Callback):
             bucket.views[position].zero_()
         return used
 
-    def _look_for_dropped(self, *, was_dropped: bool) -> None:
-        """Tell listeners if the loop has dropped a result. Say it once if the residual keeps the
-        rest of it, or listeners have sent what the step will use.
+    def _look_for_dropped(self) -> None:
+        """The loop has dropped results: tell listeners if they were of this step. Say it once if
+        the residual keeps the rest of it, or listeners have sent what the step will use.
         """
         is_skipped = self.counts.skipped_in_a_row > 0
-        if not was_dropped or not self._exchanges_since_step or is_skipped:
+        if not self._exchanges_since_step or is_skipped:
             return
         for listener in self._listeners:
             listener.on_gradients_dropped()
