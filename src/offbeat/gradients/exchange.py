@@ -312,6 +312,9 @@ class GradientExchange(Callback):
         self.counts = self._transform.counts
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
+        self._keeps_rest = self._may_keep_entries or any(
+            reduction.residual is not None for _, reduction in pairs
+        )
         self._gives_whole = all(reduction.gives_whole for _, reduction in pairs)
         self._launch_order = launch_order or LaunchOrder()
         self._listeners = list[ExchangeListener]()
@@ -625,11 +628,11 @@ class GradientExchange(Callback):
             return
         for listener in self._listeners:
             listener.on_gradients_dropped()
-        if (self._may_keep_entries or self._listeners) and not self._has_told_of_dropped:
+        if (self._keeps_rest or self._listeners) and not self._has_told_of_dropped:
             self._has_told_of_dropped = True
             remains = (
                 "What was not sent of them is owed, and comes with later steps"
-                if self._may_keep_entries
+                if self._keeps_rest
                 else "K-FAC's factors are of their pass"
             )
             self._notify(
