@@ -374,12 +374,17 @@ class GradientExchange(Callback):
             # what is new, added to the mean: they are exchanged as they stand.
             for published in self._published:
                 published[:] = False
-        if not synchronised and any(stashed is not None for stashed in self._stashed):
+        stashed = [b for b, each in enumerate(self._stashed) if each is not None]
+        if stashed and not synchronised:
             self._restore()
+            names, published = self._pairs[stashed[0]][0].names, self._published[stashed[0]]
             raise UnsupportedError(
-                "a backward pass inside no_sync() follows a synchronised one without zero_grad()"
-                " between them, and what that one has sent must not be sent again; run the"
-                " unsynchronised passes of a step first and synchronise the last one"
+                "a backward pass inside no_sync() begins while the parameter"
+                f" {names[int(published.argmax())]!r} has the gradient of a synchronised one, which"
+                " must not be sent again; run the unsynchronised passes of a step first and"
+                " synchronise the last one, and clear all gradients between steps:"
+                " optimizer.zero_grad() leaves those that the optimizer does not have,"
+                " model.zero_grad() does not"
             )
 
     @override
