@@ -363,7 +363,9 @@ class GradientExchange(Callback):
         self._synchronised = synchronised
         for arrived in self._arrived:
             arrived.clear()
-        if synchronised or self._may_keep_entries or not self._gives_whole:
+        # What a transform has made of gradients is none that the same step's passes could add to.
+        is_other = self._transform.is_taken and self._exchanges_since_step
+        if synchronised or self._may_keep_entries or not self._gives_whole or is_other:
             stay = [self._stash(b) for b in range(len(self._pairs))]
             if not all(stay):
                 self._look_for_dropped()
