@@ -426,6 +426,28 @@ def test_what_is_sent_once_is_not_sent_again_after_an_unsynchronised_pass(
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+@pytest.mark.parametrize("name", ["dear", "demo", "ef21", "topk"])
+def test_a_gradient_that_the_optimizer_does_not_clear_is_named_where_it_would_be_sent_again(
+    name: str,
+) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
+
+    def accumulate() -> None:
+        net(torch.ones(1, 2)).sum().backward()
+
+    with offbeat.attach(net, optimizer, STRATEGIES[name]) as session:
+        for clear in (net.zero_grad, optimizer.zero_grad):
+            with session.no_sync():
+                accumulate()
+            accumulate()
+            optimizer.step()
+            clear()
+        reason = r"parameter '0\.(weight|bias)' has the gradient .* model.zero_grad\(\) does not"
+        with session.no_sync(), pytest.raises(UnsupportedError, match=reason):
+            accumulate()
+
+
 def test_a_branch_taken_now_and_then(lossless: GradientStrategy, attached: Callable) -> None:
     net, optimizer, _ = attached(lossless)
     plain = Net()

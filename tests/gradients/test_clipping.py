@@ -235,6 +235,25 @@ def test_a_scaled_gradient_is_clipped_as_the_unscaled_one() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_steps_that_a_scaler_skips_are_no_shares_of_the_next_one(num_passes: int) -> None:
+    net = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu")
+    strategy = offbeat.TopK(density=1.0, clip_norm=1.0)
+    with offbeat.attach(net, optimizer, strategy, scaler=scaler) as session:
+        for factor in (math.inf, math.inf, math.inf, 1.0, 1.0):
+            optimizer.zero_grad()
+            for _ in range(num_passes):
+                scaler.scale(net(torch.ones(1, 4)).sum() * factor).backward()
+            scaler.unscale_(optimizer)
+            session.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    # Shares of norm 1 / sqrt(N) that all point the same way.
+    assert float(net.weight.grad.norm()) == pytest.approx(math.sqrt(num_passes))
+
+
 @pytest.mark.parametrize(
     "strategy", [offbeat.AllReduce(), offbeat.DKFAC(), offbeat.LocalSGD(period=2, start_step=3)]
 )

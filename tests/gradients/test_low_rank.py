@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import offbeat
+from offbeat.errors import CheckpointError
 from offbeat.strategies.powersgd import orthonormal
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -116,3 +117,18 @@ def test_a_step_with_one_element_that_is_not_finite_is_skipped(bad: float) -> No
         optimizer.step()
         assert session.stats.skipped_steps == 1
     assert torch.equal(model.weight, before)
+
+
+def test_a_state_is_loaded_with_the_rank_that_it_was_saved_with() -> None:
+    saved = []
+    for rank in (1, 2):
+        model = torch.nn.Linear(COLUMNS, ROWS, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.attach(model, optimizer, offbeat.PowerSGD(rank=rank)) as session:
+            model.weight.sum().backward()
+            optimizer.step()
+            saved.append(session.state_dict())
+            session.load_state_dict(saved[-1])
+            if rank == 2:
+                with pytest.raises(CheckpointError, match="another model or strategy.*'right/wei"):
+                    session.load_state_dict(saved[0])

@@ -1,6 +1,10 @@
-"""Gradients that a loop computes itself, as evolution strategies and Reptile do."""
+"""Steps without a backward pass: gradients that a loop computes itself, as evolution strategies and
+Reptile do, and ranks that have run out of batches.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +15,15 @@ from thread_support.nets import make_model
 from thread_support.world import ThreadDriver, results_of, session_on
 
 
-def gradients_of(model: torch.nn.Module, rank: int, step: int) -> list[torch.Tensor]:
+def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(100 * rank + step)
     x = torch.randn(5, 4, generator=draw, dtype=torch.float64)
-    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    return [*torch.autograd.grad(loss, [*model.parameters()])]
+    loss: torch.Tensor = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    return loss
+
+
+def gradients_of(model: torch.nn.Module, rank: int, step: int) -> list[torch.Tensor]:
+    return [*torch.autograd.grad(loss_of(model, rank, step), [*model.parameters()])]
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
@@ -49,3 +57,30 @@ def test_what_is_written_where_the_last_gradients_were_is_exchanged(
             parameter.data.sub_((one + other) / 2, alpha=0.05)
     for found in results_of(2, job):
         torch.testing.assert_close(found, [*alone.parameters()], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [offbeat.AllReduce(), offbeat.DeAR(), offbeat.GTopK(density=0.5, collective="tree")],
+    ids=lambda each: each.name,
+)
+def test_a_rank_without_a_batch_brings_nothing_though_its_last_gradient_is_still_there(
+    strategy: Strategy,
+) -> None:
+    def job(driver: ThreadDriver, *, always_zeroes: bool) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy):
+            for step in range(7):
+                has_batch = step < (6, 3)[driver.rank]  # nobody has one in the last step
+                if has_batch or always_zeroes:
+                    optimizer.zero_grad()
+                if has_batch:
+                    loss_of(model, driver.rank, step).backward()
+                optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    first, second = results_of(2, partial(job, always_zeroes=False))
+    wanted, _ = results_of(2, partial(job, always_zeroes=True))
+    for found in (first, second):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)

@@ -86,7 +86,13 @@ def test_a_warning_that_no_event_has_issued_is_issued_at_the_end() -> None:
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("drops", [True, False])
 @pytest.mark.parametrize(
-    "strategy", [offbeat.GTopK(density=0.5, collective="tree"), offbeat.SPDKFAC(kl_clip=None)]
+    "strategy",
+    [
+        offbeat.GTopK(density=0.5, collective="tree"),
+        offbeat.PowerSGD(rank=1),
+        offbeat.AllReduce(codec="sign"),
+        offbeat.SPDKFAC(kl_clip=None),
+    ],
 )
 def test_dropping_what_a_strategy_has_exchanged_and_needs_is_said_once(
     strategy: Strategy, drops: bool, to_none: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -229,6 +230,19 @@ def test_passes_in_a_step_may_use_different_parameters() -> None:
                 optimizer.zero_grad()
         found.append(torch.stack([each.weight.detach() for each in net]))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_a_gradient_is_not_added_to_what_has_become_momentum() -> None:
+    net = Net()
+    optimizer = optimizer_of(net)
+    with offbeat.attach(net, optimizer, offbeat.OneBitAdam(freeze_step=1)) as session:
+        for is_frozen in (False, True):
+            refused = pytest.raises(UnsupportedError, match="unsynchronised passes of a step first")
+            net.weight.sum().backward()
+            with session.no_sync(), refused if is_frozen else contextlib.nullcontext():
+                net.weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_a_parameter_that_no_rank_uses_keeps_its_momentum() -> None:

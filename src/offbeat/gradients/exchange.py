@@ -312,6 +312,9 @@ class GradientExchange(Callback):
         self.counts = self._transform.counts
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
+        self._keeps_rest = self._may_keep_entries or any(
+            reduction.residual is not None for _, reduction in pairs
+        )
         self._gives_whole = all(reduction.gives_whole for _, reduction in pairs)
         self._launch_order = launch_order or LaunchOrder()
         self._listeners = list[ExchangeListener]()
@@ -358,20 +361,32 @@ class GradientExchange(Callback):
         """
         self._num_accumulated = 0
         self._synchronised = synchronised
-        for b in range(len(self._pairs)):
-            self._arrived[b].clear()
-            if synchronised or self._may_keep_entries or not self._gives_whole:
-                self._look_for_dropped(was_dropped=not self._stash(b))
-            else:
-                # The pass adds to the mean what is this rank's own. The mean of such sums is that
-                # of what is new, added to the mean: they are exchanged as they stand.
-                self._published[b][:] = False
-        if not synchronised and any(stashed is not None for stashed in self._stashed):
+        for arrived in self._arrived:
+            arrived.clear()
+        # What a transform has made of gradients is none that the same step's passes could add to.
+        is_other = self._transform.is_taken and self._exchanges_since_step
+        if synchronised or self._may_keep_entries or not self._gives_whole or is_other:
+            stay = [self._stash(b) for b in range(len(self._pairs))]
+            if not all(stay):
+                self._look_for_dropped()
+                if all(stashed is None for stashed in self._stashed):
+                    self._exchanges_since_step = 0  # the step has what begins now, and nothing else
+        else:
+            # The pass adds to the mean what is this rank's own. The mean of such sums is that of
+            # what is new, added to the mean: they are exchanged as they stand.
+            for published in self._published:
+                published[:] = False
+        stashed = [b for b, each in enumerate(self._stashed) if each is not None]
+        if stashed and not synchronised:
             self._restore()
+            names, published = self._pairs[stashed[0]][0].names, self._published[stashed[0]]
             raise UnsupportedError(
-                "a backward pass inside no_sync() follows a synchronised one without zero_grad()"
-                " between them, and what that one has sent must not be sent again; run the"
-                " unsynchronised passes of a step first and synchronise the last one"
+                "a backward pass inside no_sync() begins while the parameter"
+                f" {names[int(published.argmax())]!r} has the gradient of a synchronised one, which"
+                " must not be sent again; run the unsynchronised passes of a step first and"
+                " synchronise the last one, and clear all gradients between steps:"
+                " optimizer.zero_grad() leaves those that the optimizer does not have,"
+                " model.zero_grad() does not"
             )
 
     @override
@@ -444,19 +459,19 @@ class GradientExchange(Callback):
     @override
     def on_join(self) -> None:
         """Exchange without a backward pass: what has been accumulated without being sent, or
-        nothing.
+        nothing, which is what a gradient of an earlier step is, also where the loop has left it.
 
         Where weights are samples, a rank that had none in this step has no weight.
         """
         self._is_idle = not (self._unsent or self._counts_samples)
-        if self._gives_whole and not self._exchanges_since_step:
-            for (bucket, _), published, version in zip(
-                self._pairs, self._published, self._versions, strict=True
-            ):
-                if version_of(bucket.flat) != version:
-                    # The loop has computed gradients itself, and written them where the last ones
-                    # were: these are new.
-                    published[:] = False
+        if not self._exchanges_since_step:
+            for b, (bucket, _) in enumerate(self._pairs):
+                # Where the loop has computed gradients itself, and written them where the last ones
+                # were, these are new.
+                is_new = self._gives_whole and version_of(bucket.flat) != self._versions[b]
+                for position in [] if is_new else self._live(b):
+                    bucket.parameters[position].grad = None
+                self._published[b][:] = False
         self.on_backward_begins(synchronised=True)
         self._exchange()
         self._is_idle = False
@@ -611,20 +626,20 @@ class GradientExchange(Callback):
             bucket.views[position].zero_()
         return used
 
-    def _look_for_dropped(self, *, was_dropped: bool) -> None:
-        """Tell listeners if the loop has dropped a result. Say it once if the residual keeps the
-        rest of it, or listeners have sent what the step will use.
+    def _look_for_dropped(self) -> None:
+        """The loop has dropped results: tell listeners if they were of this step. Say it once if
+        the residual keeps the rest of it, or listeners have sent what the step will use.
         """
         is_skipped = self.counts.skipped_in_a_row > 0
-        if not was_dropped or not self._exchanges_since_step or is_skipped:
+        if not self._exchanges_since_step or is_skipped:
             return
         for listener in self._listeners:
             listener.on_gradients_dropped()
-        if (self._may_keep_entries or self._listeners) and not self._has_told_of_dropped:
+        if (self._keeps_rest or self._listeners) and not self._has_told_of_dropped:
             self._has_told_of_dropped = True
             remains = (
                 "What was not sent of them is owed, and comes with later steps"
-                if self._may_keep_entries
+                if self._keeps_rest
                 else "K-FAC's factors are of their pass"
             )
             self._notify(
@@ -634,15 +649,19 @@ class GradientExchange(Callback):
                 " after it"
             )
 
-    def _stash(self, b: int) -> bool:
-        """Returns whether the gradients are still there, if there have been any."""
+    def _live(self, b: int) -> list[int]:
+        """Positions of the gradients that exchanges have brought and that are still there."""
         bucket = self._pairs[b][0]
-        live = [
+        return [
             position
             for position in np.flatnonzero(self._published[b]).tolist()
             if (gradient := bucket.parameters[position].grad) is not None
             and bucket.holds(position, gradient)
         ]
+
+    def _stash(self, b: int) -> bool:
+        """Returns whether the gradients are still there, if there have been any."""
+        bucket, live = self._pairs[b][0], self._live(b)
         had_any = bool(self._published[b].any())
         self._published[b][:] = False
         if not live or _is_zero(

@@ -268,11 +268,11 @@ class LowRankReduction(ResidualReduction):
 
     @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
-        """A matrix of another rank than the saved one begins with the Q that a new run has."""
+        """A parameter that travelled whole begins with the Q that a new run has."""
         super().load(additive, local)
         for each in self._matrices:
             saved = local.get(f"right/{each.name}")
-            if saved is not None and saved.shape == each.right.shape:
+            if saved is not None:
                 each.right.copy_(saved)
 
 
