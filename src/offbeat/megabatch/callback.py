@@ -41,6 +41,7 @@ from offbeat.transport.driver import Driver
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
+    decays_apart,
     divides_by_squares,
     notice_of_local_states,
 )
@@ -142,7 +143,7 @@ class ScaledLearningRate:
             factor = num_samples / base
             if not self.is_linear:
                 factor = square_root_rate(1.0, num_samples, base, num_ranks)
-                if group.get("decoupled_weight_decay"):
+                if decays_apart(self._optimizer, group):
                     before["weight_decay"] = group["weight_decay"]
                     group["weight_decay"] = before["weight_decay"] / factor
             group["lr"] = before["lr"] * factor
