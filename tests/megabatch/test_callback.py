@@ -168,6 +168,16 @@ def test_a_run_that_was_saved_between_two_rounds_counts_both(lost: Sequence[str]
     assert resumed.sizes() == ([(4, 4)] * 2 if lost else run.sizes())
 
 
+def test_one_that_joins_a_resumed_run_is_as_far_in_it_as_its_peers() -> None:
+    run = Run([0, 1])
+    for callback in run.callbacks.values():
+        state = callback.state_dict()
+        callback.load_state_dict(state | {"replicated": state["replicated"] | {"merged_at": 11}})
+    run.begin([0, 1, 2], updates=everyone(1))
+    states = [callback.state_dict() for callback in run.callbacks.values()]
+    assert [state["replicated"]["merged_at"] for state in states] == [11] * 3
+
+
 @pytest.mark.parametrize(
     ("scaling", "kind", "said"),
     [

@@ -423,6 +423,26 @@ def test_without_a_loader_models_are_merged_more_often_at_first(attached: Make) 
     assert len(mega_batches) == 3
 
 
+@pytest.mark.filterwarnings("ignore:no loader of this session")
+def test_without_a_loader_a_resumed_run_does_not_begin_its_first_steps_anew(attached: Make) -> None:
+    """Without a stop it merges after 1, 2, 3, 4, 7, 11 and 15 steps."""
+    strategy = offbeat.AdaptiveSGD(mega_batch=4, warmup=2)
+    net, optimizer, session = attached(strategy)
+    for _ in range(12):
+        step(net, optimizer, torch.ones(4, 1))
+    saved = session.state_dict()
+    net, optimizer, session = attached(strategy)
+    session.load_state_dict(saved)
+    mega_batches: list[int] = []
+    session.on_merge(lambda: mega_batches.append(session.stats.steps))
+    exchanges = []
+    for _ in range(4):
+        step(net, optimizer, torch.ones(4, 1))
+        exchanges.append(session.stats.exchanges)
+    assert exchanges == [0, 0, 1, 1]
+    assert len(mega_batches) == 1
+
+
 def test_without_mega_batches_there_is_no_merge_to_step_at(attached: Make) -> None:
     _, _, session = attached(offbeat.LocalSGD())
     with pytest.raises(ConfigError, match="the strategy is localsgd, which has no mega-batches"):
