@@ -296,6 +296,13 @@ def test_every_sample_is_merged_once_whoever_dies_or_stops(
     assert peers.merged == Counter(range(num_samples))
 
 
+def computed_in(states: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The claims that were computed, of all ranks."""
+    return sorted(
+        claim for state in states for each in state["owned"].values() for claim in each["claims"]
+    )
+
+
 @given(**settings, moves=st.integers(0, 30))
 def test_what_was_claimed_ahead_is_not_saved(
     num_samples: int, ahead: list[int], moves: int, data: st.DataObject
@@ -321,6 +328,7 @@ def test_what_was_claimed_ahead_is_not_saved(
     ]
     for rank, worker in enumerate(workers):
         worker.loader.load_state_dict(reshard_callback(states, num_ranks, rank))
+    assert computed_in(worker.loader.state_dict() for worker in workers) == computed_in(states)
     mega_batches = [
         [*range(*mega_batch_span(num_samples, Policy.samples_of_mega_batch, number))]
         for number in range(num_mega_batches(num_samples, Policy.samples_of_mega_batch))
