@@ -54,7 +54,7 @@ def merge_sums_(mine: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) 
     >>> mine = torch.tensor([1.0, 1.0, 4.0])
     >>> merge_sums_(mine, torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 0.0, 9.0]))
     >>> mine
-    tensor([ 3.,  1., -3.])
+    tensor([ 3.,  2., -3.])
     """
     tensors = (mine, theirs, before)
     if all(_is_plain(tensor) and tensor.dtype == theirs.dtype for tensor in tensors):
