@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from offbeat.callbacks.context import Context, Notices
 from offbeat.megabatch.batch_sizes import RateScaling
-from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
+from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan, ScaledLearningRate
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.atomic_group import AtomicGroup
@@ -168,6 +168,16 @@ def test_a_run_that_was_saved_between_two_rounds_counts_both(lost: Sequence[str]
     assert resumed.sizes() == ([(4, 4)] * 2 if lost else run.sizes())
 
 
+def test_one_that_joins_a_resumed_run_is_as_far_in_it_as_its_peers() -> None:
+    run = Run([0, 1])
+    for callback in run.callbacks.values():
+        state = callback.state_dict()
+        callback.load_state_dict(state | {"replicated": state["replicated"] | {"merged_at": 11}})
+    run.begin([0, 1, 2], updates=everyone(1))
+    states = [callback.state_dict() for callback in run.callbacks.values()]
+    assert [state["replicated"]["merged_at"] for state in states] == [11] * 3
+
+
 @pytest.mark.parametrize(
     ("scaling", "kind", "said"),
     [
@@ -183,3 +193,18 @@ def test_why_learning_rates_are_scaled_is_said(
     run = Run([0, 1], scaling=scaling, kind=kind)
     assert [said in notice for notice in run.notices.kept if said] == [True, True] * bool(said)
     assert said or not run.notices.kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"), [("AdamW", "auto"), ("Adafactor", "auto"), ("Muon", "sqrt")]
+)
+def test_decoupled_decay_does_not_follow_the_rate(kind: str, scaling: RateScaling) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1, weight_decay=0.5)
+    (group,) = optimizer.param_groups
+    rate = ScaledLearningRate(optimizer, scaling)
+    rate.scale(8, 4, 8)
+    assert group["lr"] == pytest.approx(0.2)
+    assert group["lr"] * group["weight_decay"] == pytest.approx(0.1 * 0.5)
+    rate.restore()
+    assert (group["lr"], group["weight_decay"]) == (0.1, 0.5)

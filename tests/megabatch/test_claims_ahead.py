@@ -34,6 +34,7 @@ from offbeat.megabatch.loader import (
     order_of,
 )
 from offbeat.membership.atomic_group import AtomicGroup
+from offbeat.session.state import reshard_callback
 
 SEED = 1
 
@@ -236,7 +237,8 @@ class Worker:
             return
         self.has_begun = True
         self.loader.on_after_step()
-        spans = self.loader.state_dict()["local"]["claims"][-1]
+        (computed,) = self.loader.state_dict()["owned"].values()
+        spans = computed["claims"][-1]
         order = order_of(self._num_samples, seed=SEED, epoch=self.loader.epoch)
         assert samples == [index for begin, end in spans for index in order[begin:end]]
 
@@ -294,10 +296,18 @@ def test_every_sample_is_merged_once_whoever_dies_or_stops(
     assert peers.merged == Counter(range(num_samples))
 
 
+def computed_in(states: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The claims that were computed, of all ranks."""
+    return sorted(
+        claim for state in states for each in state["owned"].values() for claim in each["claims"]
+    )
+
+
 @given(**settings, moves=st.integers(0, 30))
 def test_what_was_claimed_ahead_is_not_saved(
     num_samples: int, ahead: list[int], moves: int, data: st.DataObject
 ) -> None:
+    """And what was computed comes to nobody again, however many ranks go on."""
     peers = Peers(len(ahead))
     workers = [
         Worker(rank, peers, num_samples=num_samples, ahead=by) for rank, by in enumerate(ahead)
@@ -309,13 +319,16 @@ def test_what_was_claimed_ahead_is_not_saved(
     while len({worker.place for worker in workers}) > 1:
         min(workers, key=lambda worker: worker.place).advance()
     states = [worker.loader.state_dict() for worker in workers]
-    resumed = Peers(len(ahead))
+    num_ranks = data.draw(st.integers(1, 4))
+    resumed = Peers(num_ranks)
     resumed.merged = Counter(peers.merged)
     workers = [
-        Worker(rank, resumed, num_samples=num_samples, ahead=by) for rank, by in enumerate(ahead)
+        Worker(rank, resumed, num_samples=num_samples, ahead=ahead[rank % len(ahead)])
+        for rank in range(num_ranks)
     ]
-    for worker, state in zip(workers, states, strict=True):
-        worker.loader.load_state_dict(state)
+    for rank, worker in enumerate(workers):
+        worker.loader.load_state_dict(reshard_callback(states, num_ranks, rank))
+    assert computed_in(worker.loader.state_dict() for worker in workers) == computed_in(states)
     mega_batches = [
         [*range(*mega_batch_span(num_samples, Policy.samples_of_mega_batch, number))]
         for number in range(num_mega_batches(num_samples, Policy.samples_of_mega_batch))
@@ -510,7 +523,7 @@ def test_time_in_which_a_rank_rests_is_not_what_it_computes() -> None:
             now_s[0] += 1.0
             loader.on_after_step()
         next(batches)
-        return float(loader.state_dict()["local"]["busy_s"])
+        return float(loader.state_dict()["owned"]["computed/0"]["busy_s"])
 
     assert busy_s(rests=True) == busy_s(rests=False) == 6.0
 
@@ -524,4 +537,4 @@ def test_time_after_a_loop_was_left_is_not_what_a_rank_computes() -> None:
             loader.on_after_step()
             break
         now_s[0] += 100.0
-    assert loader.state_dict()["local"]["busy_s"] == 6.0
+    assert loader.state_dict()["owned"]["computed/0"]["busy_s"] == 6.0

@@ -123,8 +123,9 @@ def test_what_a_pass_has_left_comes_before_the_next_one_and_no_sample_of_a_batch
     """
     net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=5, warmup=0))
     loader = session.loader(numbers(20), batch_size=3)
-    local = loader.state_dict()["local"] | {"epoch": 1, "mega_batch": 0, "lost": [[-4, 0]]}
-    loader.load_state_dict({"local": local})
+    state = loader.state_dict()
+    state["local"] |= {"epoch": 1, "mega_batch": 0, "lost": [[-4, 0]]}
+    loader.load_state_dict(state)
     seen = [index for (x,) in loader for index in step(net, optimizer, x)]
     assert seen[:4] == order_of(20, seed=0, epoch=0)[-4:].tolist()
     assert sorted(seen[4:]) == list(range(20))
@@ -263,6 +264,21 @@ def test_a_resumed_run_may_have_batches_and_mega_batches_of_other_sizes(
     assert sorted(seen + [index for batch in batches for index in batch]) == list(range(101))
     assert max(map(len, batches)) <= size + 1
     assert loader.epoch == 1
+
+
+def test_what_a_rank_has_computed_that_is_no_more_is_not_given_out_again(attached: Make) -> None:
+    net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=5))
+    batches = iter(session.loader(numbers(20), batch_size=4))
+    seen = [index for _ in range(2) for index in step(net, optimizer, next(batches)[0])]
+    states = [session.state_dict(), session.state_dict() | {"rank": 1}]
+    owned = states[1]["callbacks"]["loader"]["owned"]
+    owned["computed/1"] = owned.pop("computed/0") | {"claims": [[[8, 12]]], "updates": 1}
+    seen += order_of(20, seed=0, epoch=0)[8:12].tolist()
+    net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=5))
+    loader = session.loader(numbers(20), batch_size=4)
+    session.load_state_dict(offbeat.reshard(states, 1, 0))
+    seen += [index for (x,) in loader for index in step(net, optimizer, x)]
+    assert sorted(seen) == list(range(20))
 
 
 @pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD", "AllReduce"])
@@ -421,6 +437,26 @@ def test_without_a_loader_models_are_merged_more_often_at_first(attached: Make) 
     # After each of 2 x 2 steps, then after three, then after whole mega-batches.
     assert exchanges == [1, 2, 3, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7]
     assert len(mega_batches) == 3
+
+
+@pytest.mark.filterwarnings("ignore:no loader of this session")
+def test_without_a_loader_a_resumed_run_does_not_begin_its_first_steps_anew(attached: Make) -> None:
+    """Without a stop it merges after 1, 2, 3, 4, 7, 11 and 15 steps."""
+    strategy = offbeat.AdaptiveSGD(mega_batch=4, warmup=2)
+    net, optimizer, session = attached(strategy)
+    for _ in range(12):
+        step(net, optimizer, torch.ones(4, 1))
+    saved = session.state_dict()
+    net, optimizer, session = attached(strategy)
+    session.load_state_dict(saved)
+    mega_batches: list[int] = []
+    session.on_merge(lambda: mega_batches.append(session.stats.steps))
+    exchanges = []
+    for _ in range(4):
+        step(net, optimizer, torch.ones(4, 1))
+        exchanges.append(session.stats.exchanges)
+    assert exchanges == [0, 0, 1, 1]
+    assert len(mega_batches) == 1
 
 
 def test_without_mega_batches_there_is_no_merge_to_step_at(attached: Make) -> None:

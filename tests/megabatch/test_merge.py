@@ -708,6 +708,18 @@ def test_running_averages_are_as_if_a_rank_had_gone_on_with_the_merged_ones(
         torch.testing.assert_close(beside, after)
 
 
+def test_a_momentum_is_the_merged_one_where_its_parameter_had_no_gradient_meanwhile() -> None:
+    ranks = make_ranks(2)
+    for rank in ranks:
+        rank.step(torch.full((20, 3), 1.0 + rank.number))
+    snapshots = freeze(ranks, [1, 1])
+    ranks[1].optimizer.zero_grad()
+    for _ in range(3):
+        ranks[1].optimizer.step()
+    merge_beside(ranks, snapshots, [0, 3])
+    assert [rank.velocities for rank in ranks] == [[[1.5] * 3] * 20] * 2
+
+
 def test_a_variance_that_fell_meanwhile_stays_positive() -> None:
     ranks = make_ranks(2, make=partial(torch.optim.Adam, betas=(0.5, 0.5)))
     for rank in ranks:

@@ -493,7 +493,7 @@ def test_a_run_that_was_saved_in_a_merge_sees_the_rest_once(seed: int, *, by_pas
     again = [Trainer(resumed, rank, train, **how) for rank in range(3)]
     for trainer in again:
         trainer.make_loader().load_state_dict(states[trainer.rank])
-        saved = states[trainer.rank]["local"]
+        (saved,) = states[trainer.rank]["owned"].values()
         claims = [Claim(tuple(SampleRange(*s) for s in spans)) for spans in saved["claims"]]
         trainer.policy.computed = [
             sample for claim in claims for sample in samples_of(saved["epoch"], claim)

@@ -41,6 +41,7 @@ from offbeat.transport.driver import Driver
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
+    decays_apart,
     divides_by_squares,
     notice_of_local_states,
 )
@@ -142,7 +143,7 @@ class ScaledLearningRate:
             factor = num_samples / base
             if not self.is_linear:
                 factor = square_root_rate(1.0, num_samples, base, num_ranks)
-                if group.get("decoupled_weight_decay"):
+                if decays_apart(self._optimizer, group):
                     before["weight_decay"] = group["weight_decay"]
                     group["weight_decay"] = before["weight_decay"] / factor
             group["lr"] = before["lr"] * factor
@@ -217,6 +218,7 @@ class MegaBatchCallback(Callback):
         self._has_stepped = False
         self._has_loader = self._has_newcomers = False
         self._num_steps = self._merged_at_step = 0
+        self._steps_before = 0  # of the run, without `_num_steps`: it may be a resumed one
         self._under_way: _MergeUnderWay | None = None
         self._taken: MergedRound | None = None
         # Whether members went on beside the latest merge, so that peers may have taken steps since
@@ -467,14 +469,15 @@ class MegaBatchCallback(Callback):
         self._num_steps += 1
         if self._has_loader:
             return
-        num_ranks, then = len(self.ranks), self._merged_at_step
+        num_ranks, before = len(self.ranks), self._steps_before
+        then, now = before + self._merged_at_step, before + self._num_steps
         period = whole = max(1, round(self._plan.mega_batch / num_ranks))
         # With merges of whole mega-batches only, images are 2.9 points worse (docs, parity).
         first = self._plan.samples_of_round(num_ranks * then, num_ranks, base=1)
         if first is not None and self._momentum is None:  # a merge's momentum is of whole ones
             period = min(whole, first // num_ranks)
         was_new = self.group.is_new
-        if was_new or self._num_steps - then >= period:
+        if was_new or now - then >= period:
             num_merges = self._protocol.num_merges
             self._merge_now()
             if not self.shares_equally:
@@ -487,7 +490,7 @@ class MegaBatchCallback(Callback):
                 )
             # One that was left out has missed as many merges as the others have made.
             count = self._protocol.num_merges - num_merges
-            self.mega_batches_merged(count if was_new else self._num_steps // whole - then // whole)
+            self.mega_batches_merged(count if was_new else now // whole - then // whole)
 
     @override
     def on_finish(self) -> None:
@@ -581,6 +584,7 @@ class MegaBatchCallback(Callback):
             memory_limit=self._memory_limit,
             base=self.base,
             num_steps=self._num_steps,
+            steps_before=self._steps_before,
             since_merge=self._num_steps - self._merged_at_step,
             learning_rates=tuple(
                 float(group.get("lr", 0.0)) for group in self._optimizer.param_groups
@@ -632,6 +636,8 @@ class MegaBatchCallback(Callback):
             self._missed_rounds = is_late or has_rest
         if outcome.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = reference.num_steps
+        if outcome.mine.is_new:
+            self._steps_before = reference.steps_before + reference.num_steps - self._num_steps
         if not is_step:
             self._merged_at_step = self._num_steps if outcome.mine.is_new else at_step
         self._went_on = reference.following is not None
@@ -755,6 +761,7 @@ class MegaBatchCallback(Callback):
     def state_dict(self) -> dict[str, dict[str, Any]]:
         counts = {
             "num_merges": self._protocol.num_merges,
+            "merged_at": self._steps_before + self._merged_at_step,
             "since_merge": self._num_steps - self._merged_at_step,
             "batch_sizes": list(self.batch_sizes),
             "base": self._base,
@@ -788,6 +795,7 @@ class MegaBatchCallback(Callback):
         self._weights.load_counter_state(local)
         self._protocol.num_merges = int(saved["num_merges"])
         self._protocol.rows.forget()  # The ranks' models may differ.
+        self._steps_before = int(saved["merged_at"]) - self._merged_at_step
         self._num_steps = self._merged_at_step + int(saved["since_merge"])
         sizes = tuple(map(int, saved["batch_sizes"]))
         self._pace, self._missed_rounds = Pace(), False

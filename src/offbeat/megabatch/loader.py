@@ -787,18 +787,24 @@ class DispatchLoader(Callback):
                     asdict(share) | {"claims": _spans_of(share.claims)}
                     for share in earlier.values()
                 ],
-                "claims": _spans_of(claims),
-                "updates": updates,
-                "busy_s": busy_s,
-            }
+            },
+            "owned": {
+                f"computed/{self._rank}": {
+                    "epoch": self.epoch,
+                    "claims": _spans_of(claims),
+                    "updates": updates,
+                    "busy_s": busy_s,
+                }
+            },
         }
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        saved = state["local"]
+        saved, owned = state["local"], state["owned"]
         if "mega_batch" not in saved:
             raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
-        if any(saved.get(key) for key in ("mega_batch", "merged", "lost", "claims")):
+        is_within = any(saved.get(key) for key in ("mega_batch", "merged", "lost"))
+        if is_within or any(computed["claims"] for computed in owned.values()):
             require_same_order(saved["order"], self._order_here)
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
@@ -808,12 +814,21 @@ class DispatchLoader(Callback):
             self._find_place(size)
         self._in_merge, self._num_told = None, self.num_merged - int(saved.get("untold", 0))
         self._retry = int(saved.get("retry", 0))
-        self._computed = _claims_of(saved["claims"])
         self._earlier_shares = {
             share["rank"]: MegaBatchShare(**{**share, "claims": tuple(_claims_of(share["claims"]))})
             for share in saved.get("earlier_shares", ())
         }
-        self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
+        self._computed, self._updates, self._busy_s = [], 0, 0.0
+        for name, computed in owned.items():
+            rank = int(name.rpartition("/")[2])
+            # Of a rank that is no more, another one takes over what it computed: the mean of the
+            # models has seen it, so that nobody is given it again.
+            if self._rank in (rank, rank % len(self._policy.ranks)):
+                shift = (int(computed["epoch"]) - self.epoch) * self._num_samples
+                claims = _claims_of(computed["claims"])
+                self._computed += [_claim_moved(claim, shift) for claim in claims]
+                self._updates += int(computed["updates"])
+                self._busy_s += float(computed["busy_s"])
         self._handed_out, self._asked_at_s, self._waited_s = [], None, 0.0
         self._open_round, self._batches = None, None
         self._ahead.clear()

@@ -397,9 +397,9 @@ class MergeProtocol:
 
         Parameters and sums of squares take over the rank's progress as a difference. Of momenta and
         second moments, of which a part is left after each step, the same part is taken over of the
-        merged ones: they are what they would be if the rank had had these when it went on. Where
-        that part is unknown, and of buffers such as a running variance, what both sides have
-        changed is averaged (`weights.statistics`).
+        merged ones, and all of those that no step has changed: they are what they would be if the
+        rank had had these when it went on. Where that part is unknown, and of buffers such as a
+        running variance, what both sides have changed is averaged (`weights.statistics`).
 
         Args:
             outcome: of `merge_snapshot`.

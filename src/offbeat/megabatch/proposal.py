@@ -65,6 +65,7 @@ class TrainerReport:
         base: the batch size that learning rates are for; None: no loader has said so here.
         following: the round with which it goes on while this merge is under way; None: it waits.
         norm: of its model, per parameter; 0.0 where nobody uses it.
+        steps_before: of the run before `num_steps`, where it was resumed or this rank has joined.
     """
 
     share: MegaBatchShare
@@ -77,6 +78,7 @@ class TrainerReport:
     base: int | None = None
     following: ClaimRound | None = None
     norm: float = 0.0
+    steps_before: int = 0
 
     @property
     def rank(self) -> int:

@@ -416,5 +416,21 @@ def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps are divided by the root of squared gradients, as the optimizer's name, or that
     of a class it derives from, says: those named here, and their variants.
     """
+    return _is_one_of(_DIVIDING, optimizer)
+
+
+_DECAYING_APART = ("adamw", "adafactor", "muon")
+
+
+def decays_apart(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the weight decay of a group of the optimizer is decoupled: multiplied by the learning
+    rate, and no part of the gradient. The group says so, or the optimizer's name, as in
+    `divides_by_squares`.
+    """
+    is_decoupled = group.get("decoupled_weight_decay") or _is_one_of(_DECAYING_APART, optimizer)
+    return "weight_decay" in group and bool(is_decoupled)
+
+
+def _is_one_of(words: Sequence[str], optimizer: torch.optim.Optimizer) -> bool:
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    return any(word in name for name in names for word in _DIVIDING)
+    return any(word in name for name in names for word in words)

@@ -54,7 +54,7 @@ def merge_sums_(mine: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) 
     >>> mine = torch.tensor([1.0, 1.0, 4.0])
     >>> merge_sums_(mine, torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 0.0, 9.0]))
     >>> mine
-    tensor([ 3.,  1., -3.])
+    tensor([ 3.,  2., -3.])
     """
     tensors = (mine, theirs, before)
     if all(_is_plain(tensor) and tensor.dtype == theirs.dtype for tensor in tensors):
@@ -73,13 +73,14 @@ def merge_running_average_(
     kept: float,
     only_grows: bool = False,
 ) -> None:
-    """Write into `mine` what it would be if it had begun with `theirs` in the place of `before`.
+    """Write into `mine` what it would be if it had begun with `theirs` in the place of `before`. If
+    nothing of it has changed, it is `theirs`: a parameter without a gradient is not stepped.
 
     Args:
         mine: what this rank holds: a part of `before`, and what it has added since.
         theirs: an average that contains `before`, of the same shape, in float32 or wider.
         before: what this rank held when it contributed to the average.
-        kept: the part of `before` that is left, in [0, 1].
+        kept: the part of `before` that steps have left, in [0, 1].
         only_grows: whether nothing negative is ever added, such as to an average of squares.
 
     >>> mine = torch.tensor([1.0, 5.0])
@@ -87,10 +88,13 @@ def merge_running_average_(
     >>> mine
     tensor([2., 6.])
     """
-    added = mine.detach().to(theirs.dtype) - kept * before.to(theirs.dtype)
+    one, past = mine.detach().to(theirs.dtype), before.to(theirs.dtype)
+    added = one - kept * past
     if only_grows:
         added.clamp_(min=0)  # Rounding may have made it less.
-    mine.detach().copy_(added.add_(theirs, alpha=kept))
+    stepped = added.add_(theirs, alpha=kept)
+    # Decided on the device, for which the host does not wait.
+    mine.detach().copy_(torch.where((one == past).all(), theirs, stepped))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

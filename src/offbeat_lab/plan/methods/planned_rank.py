@@ -217,7 +217,8 @@ class PlannedRank(SimulatedRank):
         )
         first = batch_size * steps.start // size - _MEGA_BATCHES_BEFORE
         if steps.start > REMEMBERED_STEPS * self.world_size and first > 0:
-            loader.load_state_dict({"local": loader.state_dict()["local"] | {"mega_batch": first}})
+            state = loader.state_dict()
+            loader.load_state_dict(state | {"local": state["local"] | {"mega_batch": first}})
             self.machine.common.before = first * size / batch_size
         return loader
 
