@@ -304,9 +304,10 @@ def test_adam_goes_on_after_the_session_with_steps_of_the_same_size(dtype: torch
 def test_what_begins_to_train_later_takes_steps_of_the_same_size(is_added: bool) -> None:
     """Its own moments begin then, and their bias corrections with them."""
     net = torch.nn.ModuleList([Net(), Net()])
-    late = net[1].weight.requires_grad_(is_added)
+    late = net[1].weight
     optimizer = torch.optim.Adam(net[0].parameters() if is_added else net.parameters(), lr=0.01)
     with offbeat.attach(net, optimizer, InEightBits()):
+        late.requires_grad_(is_added)
         for step in range(140):
             if step == 100:
                 late.requires_grad_(True)
@@ -322,7 +323,7 @@ def test_what_begins_to_train_later_takes_steps_of_the_same_size(is_added: bool)
 
 def test_after_the_session_adam_begins_with_what_has_no_second_moment() -> None:
     net = torch.nn.ModuleList([Net(), Net()])
-    late = net[1].weight.requires_grad_(False)
+    late = net[1].weight
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 
     def step() -> None:
