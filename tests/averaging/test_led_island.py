@@ -66,12 +66,15 @@ def test_a_frozen_parameter_stays_where_it_is_in_all_shards() -> None:
     assert results_of(2, job) == [[[1, 1], [2, 2], [3, 3], [4, 3], [5, 4]]] * 2
 
 
+@pytest.mark.parametrize("name", ["a", "glue/sst2.weight"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "outer", [Outer(), partial(torch.optim.Adam, lr=0.01)], ids=["SGD", "Adam"]
 )
-def test_a_run_goes_on_from_a_saved_state(outer: OuterFactory, dtype: torch.dtype) -> None:
-    """Anchors are wider than half precision, and Adam has a number of steps."""
+def test_a_run_goes_on_from_a_saved_state(
+    outer: OuterFactory, dtype: torch.dtype, name: str
+) -> None:
+    """Anchors are wider than half precision, Adam counts steps, and names may hold slashes."""
 
     def build(context: Context, whole: ModelWeights) -> list[Callback]:
         rule = OuterOptimizer(context.parameters, make=outer)
@@ -81,7 +84,7 @@ def test_a_run_goes_on_from_a_saved_state(outer: OuterFactory, dtype: torch.dtyp
     def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
         def make() -> tuple[torch.nn.Parameter, LedIsland]:
             shard = torch.nn.Parameter(torch.arange(4.0 + driver.rank).to(dtype))
-            context = context_of(driver, {"a": shard})
+            context = context_of(driver, {name: shard})
             weights = ModelWeights(
                 parameters=context.parameters, buffers=dict, chosen=BufferNames()
             )
@@ -112,6 +115,30 @@ def test_a_run_goes_on_from_a_saved_state(outer: OuterFactory, dtype: torch.dtyp
 
     for went_on, resumed in results_of(2, job):
         torch.testing.assert_close(resumed, went_on, rtol=0, atol=0)
+
+
+def test_a_model_that_is_loaded_before_a_step_with_a_closure_is_where_all_shards_begin() -> None:
+    def build(context: Context, whole: ModelWeights) -> list[Callback]:
+        rule = OuterOptimizer(context.parameters, make=Outer())
+        average = MeanOfAll(whole, Everyone(context.driver, context.new_stream()), rule=rule)
+        return [PeriodicAverage(average, GrowingPeriod(1))]
+
+    @torch.no_grad()
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        shard = torch.nn.Parameter(torch.zeros(2))
+        context = context_of(driver, {"a": shard})
+        weights = ModelWeights(parameters=context.parameters, buffers=dict, chosen=BufferNames())
+        led = led_by_first_rank(context, weights, build, changes_gradients=False)
+        shard.fill_(5)
+        led.on_closure()
+        led.on_backward_begins(synchronised=True)
+        shard.add_(1)
+        led.on_after_step()
+        return shard.detach()
+
+    for found in results_of(2, job):
+        # Nesterov's momentum of 0.9 at a rate of 0.7, in its first step.
+        torch.testing.assert_close(found, torch.full((2,), 5 + 0.7 * 1.9))
 
 
 class GivesGradients(Callback):

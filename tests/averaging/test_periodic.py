@@ -33,6 +33,7 @@ from offbeat.codec.value_codecs import ValueCodec, WireValues
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.weights.model_weights import ModelWeights
+from thread_support.nets import make_model, parameters_of, trained
 
 
 class Halves(ValueCodec):
@@ -234,3 +235,35 @@ def test_objects_that_are_none_are_refused(options: dict[str, Any], message: str
 def test_a_codec_of_nothing_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"in \(0, 1\]"):
         offbeat.WeightCodec(**({"density": 0.5} | options))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        offbeat.LocalSGD(period=2, warmup=0, codec="linear8"),
+        offbeat.LocalSGD(period=2, exchange="1x1"),
+        offbeat.DEFSGD(ratio=4),
+        offbeat.Crossbow(alpha=0.3, codec="linear8"),
+    ],
+    ids=str,
+)
+def test_a_parameter_with_gaps_in_memory_moves_as_one_without(strategy: Any) -> None:
+    def model_of(rank: int, *, has_gaps: bool) -> torch.nn.Module:
+        model = make_model()
+        weight = model[2].weight.detach().repeat(1, 2)[:, :6]
+        model[2].weight = torch.nn.Parameter(weight if has_gaps else weight.contiguous())
+        return model
+
+    with_gaps, without = (
+        trained(
+            3,
+            strategy,
+            8,
+            model_of=partial(model_of, has_gaps=has_gaps),
+            optimizer_of=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+            held=parameters_of,
+        )
+        for has_gaps in (True, False)
+    )
+    for one, other in zip(with_gaps, without, strict=True):
+        torch.testing.assert_close(one, other)

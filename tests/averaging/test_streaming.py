@@ -177,6 +177,32 @@ def test_a_run_goes_on_from_a_state_saved_while_an_average_travels(codec: Any, l
         assert all(torch.equal(one, other) for one, other in zip(went_on, resumed, strict=True))
 
 
+@pytest.mark.parametrize("outer", [None, "diloco"])
+def test_a_state_that_is_saved_as_soon_as_it_is_loaded_is_the_same(outer: str | None) -> None:
+    """Without a codec nothing but the state knows then what travels."""
+    strategy = offbeat.LocalSGD(period=4, exchange="1x2", outer=outer)
+
+    def job(driver: ThreadDriver) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = make_model()
+        optimizer = sgd(model)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(5):
+                step_of(model, optimizer, driver.rank, step)
+            saved = session.state_dict(), copy.deepcopy(model.state_dict())
+            for step in (5, 6):
+                step_of(model, optimizer, driver.rank, step)
+            went_on = parameters_of(model, optimizer)
+            session.load_state_dict(saved[0])
+            session.load_state_dict(session.state_dict())
+            model.load_state_dict(saved[1])
+            for step in (5, 6):
+                step_of(model, optimizer, driver.rank, step)
+            return went_on, parameters_of(model, optimizer)
+
+    for went_on, resumed in results_of(RANKS, job):
+        assert all(torch.equal(one, other) for one, other in zip(went_on, resumed, strict=True))
+
+
 def test_modules_may_have_names_with_slashes() -> None:
     strategy = offbeat.LocalSGD(period=2, exchange="2x0", outer="diloco")
     model = torch.nn.ModuleDict({"glue/sst2": torch.nn.Linear(2, 1), "sst2": torch.nn.Linear(2, 1)})

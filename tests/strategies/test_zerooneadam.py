@@ -31,6 +31,11 @@ class NearlyLossless(Often):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InEightBits(offbeat.ZeroOneAdam):
+    written_as: ClassVar[str] = "linear8"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SoonRare(offbeat.ZeroOneAdam):
     growth: ClassVar[int] = 30
 
@@ -293,6 +298,46 @@ def test_adam_goes_on_after_the_session_with_steps_of_the_same_size(dtype: torch
     sizes += [step() for _ in range(3)]
     # The gradient has always been 1, so that Adam moves by the learning rate.
     assert sizes == pytest.approx([0.01] * len(sizes), rel=0.02 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize("is_added", [False, True], ids=["thawed", "added"])
+def test_what_begins_to_train_later_takes_steps_of_the_same_size(is_added: bool) -> None:
+    """Its own moments begin then, and their bias corrections with them."""
+    net = torch.nn.ModuleList([Net(), Net()])
+    late = net[1].weight
+    optimizer = torch.optim.Adam(net[0].parameters() if is_added else net.parameters(), lr=0.01)
+    with offbeat.attach(net, optimizer, InEightBits()):
+        late.requires_grad_(is_added)
+        for step in range(140):
+            if step == 100:
+                late.requires_grad_(True)
+                if is_added:
+                    optimizer.add_param_group({"params": [late]})
+            sum(each.weight.sum() for each in net if each.weight.requires_grad).backward()
+            optimizer.step()
+            net.zero_grad()
+    moved = float((Net().weight - late).detach().mean())
+    # The gradient has always been 1: 40 steps of 0.01, but for those before the first update of v.
+    assert 0.25 < moved < 0.44
+
+
+def test_after_the_session_adam_begins_with_what_has_no_second_moment() -> None:
+    net = torch.nn.ModuleList([Net(), Net()])
+    late = net[1].weight
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+    def step() -> None:
+        sum(each.weight.sum() for each in net if each.weight.requires_grad).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with offbeat.attach(net, optimizer, offbeat.ZeroOneAdam(freeze_step=2)):
+        for number in range(10):
+            late.requires_grad_(number >= 5)
+            step()
+    assert torch.equal(late, Net().weight)
+    step()
+    torch.testing.assert_close(Net().weight - late, torch.full(SHAPE, 0.01))
 
 
 @pytest.mark.parametrize("stop", [4, FREEZE, 13])

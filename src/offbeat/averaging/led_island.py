@@ -19,7 +19,7 @@ by their first ranks. Inside, each of the others sends and receives its shard on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -210,8 +210,8 @@ class LedIsland(Callback):
 
     @override
     def on_closure(self) -> None:
-        self._inner.on_closure()
         self._publish()
+        self._inner.on_closure()
 
     @override
     def on_after_step(self) -> None:
@@ -304,7 +304,7 @@ class LedIsland(Callback):
         keys = [(kind, key) for kind, key in self._island.first([*mine])]
         shapes = {name: parameter.shape for name, parameter in self._weights.parameters.items()}
         if any(
-            key not in mine or mine[key].shape not in ((), shapes[_parameter(key[1])])
+            key not in mine or mine[key].shape not in ((), shapes.get(_parameter(key[1], shapes)))
             for key in keys
         ):
             raise CheckpointError("the state of another rank was saved with another model")
@@ -394,10 +394,12 @@ def _all_of(weights: ModelWeights) -> list[torch.Tensor]:
 
 def _room(weights: ModelWeights, key: str, dtype: str, sized: bool) -> torch.Tensor:
     """Memory for an entry of a state, which may be wider than its parameter, or a single number."""
-    parameter = weights.parameters[_parameter(key)]
+    parameter = weights.parameters[_parameter(key, weights.parameters)]
     return parameter.new_zeros(parameter.shape if sized else (), dtype=getattr(torch, dtype))
 
 
-def _parameter(key: str) -> str:
-    """The name of a parameter in that of an entry."""
-    return key.rpartition("/")[2]
+def _parameter(key: str, names: Container[str]) -> str:
+    """Which of `names`, which may hold slashes, ends that of an entry; "": none."""
+    while key and key not in names:
+        key = key.partition("/")[2]
+    return key

@@ -215,7 +215,8 @@ class StreamingMean(WeightExchange):
 
     @override
     def state(self) -> CallbackState:
-        state: dict[str, Any] = {"additive": {}, "local": {}, "replicated": {}}
+        local = {"world_size": self._peers.driver.world_size}
+        state: dict[str, Any] = {"additive": {}, "local": local, "replicated": {}}
         for place, fragment in enumerate(self._fragments):
             # What comes decides what is owed.
             means = fragment.arrived() if place == self._under_way else []

@@ -41,7 +41,7 @@ class Bucket:
     Attributes:
         indices: each parameter's position in the model's order.
         names: their names.
-        parameters: the parameters.
+        parameters: the parameters. Others of the same shapes may take their places.
         offsets: where each one's place begins, and the end of the last.
         num_elements: elements of all of them.
         flat: the buffer, shape (num_elements,). May be replaced by another one of the same kind.
@@ -54,7 +54,8 @@ class Bucket:
         self.parameters = [parameters[i] for i in indices]
         self.offsets = list(accumulate((p.numel() for p in self.parameters), initial=0))
         self.num_elements = self.offsets[-1]
-        self._dense = [is_dense(parameter) for parameter in self.parameters]
+        # In which memory order each one's place is; None: that of its dimensions.
+        self._strides = [p.stride() if is_dense(p) else None for p in self.parameters]
         self._views: dict[int, list[torch.Tensor]] = {}
         first = self.parameters[0]
         self.flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
@@ -73,12 +74,12 @@ class Bucket:
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Like `views`, of another buffer with at least as many elements."""
-        pieces = zip(self.parameters, self._dense, self.offsets, strict=False)
+        pieces = zip(self.parameters, self._strides, self.offsets, strict=False)
         return [
-            flat.as_strided(p.shape, p.stride(), flat.storage_offset() + offset)
-            if dense
-            else flat[offset : offset + p.numel()].view(p.shape)
-            for p, dense, offset in pieces
+            flat[offset : offset + p.numel()].view(p.shape)
+            if strides is None
+            else flat.as_strided(p.shape, strides, flat.storage_offset() + offset)
+            for p, strides, offset in pieces
         ]
 
     def named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:

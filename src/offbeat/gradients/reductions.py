@@ -613,7 +613,7 @@ class SparseReduction(ResidualReduction):
         super().load(additive, local)
         self._load_numbers(self._selector_state, local)
         if self._owed_rate is not None:
-            # Names of parameters have no slashes.
+            # A parameter's name may hold slashes; what stands before it holds none.
             named = {tuple(name.split("/", 1)): value for name, value in local.items()}
             first = self._bucket.names[0]
             self._owed_rate.load({key: value for (key, of), value in named.items() if of == first})

@@ -30,7 +30,6 @@ loop writes into parameters is kept where all ranks are alike; local steps undo 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -124,10 +123,6 @@ class RarerSteps(AveragingSchedule):
             self.updates.append(step)
             step += 2 ** (len(self.updates) // strategy.updates)
 
-    def num_updates(self, num_steps: int) -> int:
-        """How many there are in so many steps."""
-        return bisect_left(self.updates, num_steps)
-
     @override
     def period(self, num_steps: int, state: Mapping[str, float]) -> int:
         if num_steps - 1 in self.updates:
@@ -164,7 +159,10 @@ class LocalAdam(Callback, TakeMean):
         self.sums = {name: torch.zeros_like(each) for name, each in self.anchor.items()}
         self._rates = dict.fromkeys(self.anchor, 0.0)  # of what is summed up
         self._last_rates = dict.fromkeys(self.anchor, 0.0)  # 0 before the first step
-        self._before = dict.fromkeys(self.anchor, 0.0)  # steps that Adam has gathered moments in
+        # Steps that Adam has gathered moments in, and those of them that updated v: they begin when
+        # a parameter is in the optimizer and trains.
+        self._steps_of = dict.fromkeys(self.anchor, 0.0)
+        self._updates_of = dict.fromkeys(self.anchor, 0.0)
         self._is_own = True  # whether what is summed up is what this rank has
         self._exact: dict[str, torch.Tensor] = {}  # moments of a loaded state, until they are used
         self._hidden = HiddenGradients()
@@ -198,7 +196,8 @@ class LocalAdam(Callback, TakeMean):
                 moved = anchor - parameter
                 self.sums[name].copy_(moved.mul_(divisor).masked_fill_(divisor.isinf(), 0))
             if not self._num_steps:
-                self._before[name] = float(self._optimizer.state.get(parameter, {}).get("step", 0))
+                taken = float(self._optimizer.state.get(parameter, {}).get("step", 0))
+                self._steps_of[name] = self._updates_of[name] = taken
         # A script may have loaded another rank's parameters with a state.
         if self._num_steps % _LOOKED_AT == 0 and not self._is_loaded:
             self._look_for_written()
@@ -254,28 +253,28 @@ class LocalAdam(Callback, TakeMean):
         state, (beta1, beta2) = self._state(name), group["betas"]
         # A rate of 0 would leave nothing in the sum of which to make momentum again.
         rate = float(group["lr"]) or 1e-12
+        self._steps_of[name] += 1
         if updates:
+            self._updates_of[name] += 1
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if group["decoupled_weight_decay"]:
             # As under Adam, one that no rank has used does not fade. All ranks know v.
             anchor = self.anchor[name]
             left = 1 - rate * group["weight_decay"]
             anchor.mul_(torch.where(state["exp_avg_sq"].any(), left, anchor.new_ones(())))
-        state["step"].fill_(self._before[name] + self._num_steps)
+        state["step"].fill_(self._steps_of[name])
         last_rate = self._last_rates[name] or rate
         self._last_rates[name] = rate
         state["exp_avg"].mul_(beta1 * min(1.0, last_rate / rate)).add_(gradient, alpha=1 - beta1)
-        rate /= 1 - beta1 ** (self._before[name] + self._num_steps)
+        rate /= 1 - beta1 ** self._steps_of[name]
         self._rates[name] += rate
         self.sums[name].add_(state["exp_avg"], alpha=rate)
         self._parameters[name].copy_(self._point(name, group))
 
     def _divisor(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
-        return divisor_of(self._state(name)["exp_avg_sq"], self._num_updates(name), group)
-
-    def _num_updates(self, name: str) -> float:
-        """How often second moments were updated."""
-        return self._before[name] + self._schedule.num_updates(self._num_steps)
+        square = self._state(name)["exp_avg_sq"]
+        # Where there was no update yet all of it is 0, whatever its number.
+        return divisor_of(square, max(1, self._updates_of[name]), group)
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:
@@ -310,7 +309,10 @@ class LocalAdam(Callback, TakeMean):
         for name, group in self._groups().items():
             parameter = self._parameters[name]
             if self._num_steps and (state := self._optimizer.state.get(parameter)):
-                regrow_(state, group, self._num_updates(name))
+                if not self._updates_of[name]:
+                    state.clear()  # without a second moment Adam has to begin
+                    continue
+                regrow_(state, group, self._updates_of[name])
                 state |= {key: state[key].to(parameter.dtype) for key in MOMENTS}
         self._num_steps = 0
 
@@ -338,7 +340,12 @@ class LocalAdam(Callback, TakeMean):
 
     @property
     def _numbers(self) -> dict[str, dict[str, float]]:
-        return {"rate": self._rates, "last_rate": self._last_rates, "before": self._before}
+        return {
+            "rate": self._rates,
+            "last_rate": self._last_rates,
+            "steps": self._steps_of,
+            "updates": self._updates_of,
+        }
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
