@@ -569,7 +569,7 @@ class Session:
         model is sharded. What is not averaged is the model's own. Collective, and raises, as that.
         """
         means = self.averaged_tensors()
-        names = {id(whole_of(parameter)): name for name, parameter in self._parameters.items()}
+        names = {id(tensor): name for name, tensor in self.tensors().items()}
         return {
             name: means.get(
                 names.get(id(value), plain_name(name)),
