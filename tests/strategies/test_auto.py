@@ -396,6 +396,32 @@ def test_a_resumed_run_goes_on_with_what_was_at_work_or_about_to_be(
             assert torch.equal(one, other)
 
 
+def test_a_resumed_run_clips_before_it_selects_in_its_first_step_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    predict_by(monkeypatch, fastest("gtopk"))
+
+    def job(driver: ThreadDriver) -> tuple[str, float]:
+        model, saved = make_model(), dict[str, Any]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for num_steps in (FIRST_LOOK + 3, 1):
+            with session_on(driver, model, optimizer, offbeat.Auto()) as session:
+                if saved:
+                    session.load_state_dict(saved)
+                for _ in range(num_steps):
+                    (1e3 * model(torch.ones(1, 4, dtype=torch.float64)).sum()).backward()
+                    session.clip_grad_norm_(0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                saved = session.state_dict()
+                at_work, owed = session.acting.name, session.gauges()["residual_norm"]
+        return at_work, owed
+
+    for at_work, owed in results_of(2, job):
+        assert at_work == "gtopk"
+        assert owed < 5  # not clipped it would be hundreds
+
+
 @pytest.mark.parametrize("steps_before", [1, SETTLING + LEAST_SEEN - 1])
 def test_a_run_that_is_resumed_just_before_a_look_has_seen_too_little(
     monkeypatch: pytest.MonkeyPatch, steps_before: int
