@@ -437,7 +437,8 @@ class Session:
         With `AdaptiveSGD` a rank that is free claims the next batch, and the strategy says how
         large; with `ElasticSGD` each rank has an equal share. With the others, ranks take equally
         many steps, with batches of as many samples as each asks for, and gradients are averaged
-        over samples.
+        over samples. Evaluate under `torch.no_grad()`, iteration included: batches that are taken
+        there count for no gradient.
 
         A `DataLoader` is taken as it is, not prepared for several ranks: its dataset, batch size,
         `collate_fn`, worker processes with all that belongs to them, and pinned memory. With
