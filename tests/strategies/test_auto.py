@@ -205,6 +205,25 @@ def test_clipping_goes_on_with_the_strategy_that_takes_over() -> None:
         assert 0 < moved < 5  # with what was owed; not clipped it would be hundreds
 
 
+@pytest.mark.filterwarnings("ignore::offbeat.errors.OffbeatWarning")
+def test_a_model_that_is_loaded_alone_is_said_where_what_took_over_goes_on_from_the_last() -> None:
+    def job(driver: ThreadDriver) -> list[bool]:
+        model, told = make_model(), list[bool]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = lambda: constant_step(model, optimizer, driver.rank)  # noqa: E731
+        with session_on(driver, model, optimizer, Changing()) as session:
+            step()
+            for each in (offbeat.AllReduce(), TAKES_OVER["localsgd in 4 bits"]):
+                take_over(session, each, step)
+                model.load_state_dict(make_model().state_dict())
+                step()
+                said = "a model was loaded between two steps"
+                told.append(any(said in notice for notice in session.notices))
+        return told
+
+    assert results_of(2, job) == [[False, True]] * 2
+
+
 Costs = Callable[[str, MeasuredRun], float]
 
 PERIODS = {auto.built(spec): candidate.period for spec, candidate in CANDIDATES.items()}
