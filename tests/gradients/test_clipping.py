@@ -209,8 +209,9 @@ def test_a_resumed_run_clips_its_first_step_as_its_loop_does() -> None:
     """
     net, saved = nn.Linear(3, 8), dict[str, Any]()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    strategy = offbeat.GTopK(density=0.1, collective="tree", warmup=None)
     for size in (1e-3, 1e3):
-        with offbeat.attach(net, optimizer, offbeat.GTopK(density=0.1, warmup=None)) as session:
+        with offbeat.attach(net, optimizer, strategy) as session:
             if saved:
                 session.load_state_dict(saved)
             (size * net(torch.ones(2, 3))).sum().backward()
