@@ -36,3 +36,20 @@ def test_samples_of_a_pass_that_was_exchanged_do_not_weigh_in_the_next_one(
     together = (16 * (1 + 30) + 12 * (3 + 60)) / 28
     wanted = apart if is_sent_twice else together
     assert results_of(2, job) == [pytest.approx(wanted)] * 2
+
+
+def test_samples_of_an_evaluation_weigh_in_no_later_step() -> None:
+    """Ranks evaluate 3 and 4 samples, and train with batches that nobody was told of."""
+
+    def job(driver: ThreadDriver) -> float:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with session_on(driver, model, optimizer, offbeat.AllReduce()) as session:
+            with torch.no_grad():
+                for x in session.loader([torch.ones(1).double()] * 7, batch_size=4):
+                    model(x)
+            model(torch.full((1, 1), float(driver.rank)).double()).sum().backward()
+            optimizer.step()
+            return float(model.weight.grad)
+
+    assert results_of(2, job) == [0.5] * 2

@@ -116,6 +116,9 @@ def test_dropping_what_a_strategy_has_exchanged_and_needs_is_said_once(
     [
         (offbeat.LocalSGD(outer="diloco"), True),
         (offbeat.LocalSGD(outer="diloco", exchange="2x1"), True),
+        (offbeat.LocalSGD(period=1, codec=offbeat.WeightCodec(density=0.4)), True),
+        (offbeat.LocalSGD(period=2, exchange="1x1x0.5"), True),
+        (offbeat.LocalSGD(period=2, exchange="1x1"), False),
         (offbeat.Crossbow(), True),
         (offbeat.DEFSGD(), True),
         (offbeat.LocalSGD(), False),

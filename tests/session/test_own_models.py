@@ -14,7 +14,7 @@ from offbeat.callbacks.context import Context
 from offbeat.session.agreement import adopt_state_of_rank_0
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Stream
-from thread_support.world import ThreadDriver, results_of
+from thread_support.world import ThreadDriver, results_of, session_on
 
 
 class Keeps(torch.nn.Module):
@@ -62,6 +62,20 @@ def test_the_state_of_an_optimizer_is_that_of_rank_0_whichever_parameters_a_rank
     first, second = results_of(2, job)
     assert first["a.weight"]["step"] == first["b.weight"]["step"] == 1
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_a_module_that_has_two_names_is_averaged_under_both() -> None:
+    def job(driver: ThreadDriver) -> list[list[float]]:
+        norm = torch.nn.BatchNorm1d(2)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), norm, torch.nn.Linear(2, 2), norm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with session_on(driver, model, optimizer, offbeat.LocalSGD()) as session:
+            assert norm.running_mean is not None
+            norm.running_mean.fill_(driver.rank)
+            averaged = session.averaged_state_dict()
+            return [averaged[f"{name}.running_mean"].tolist() for name in (1, 3)]
+
+    assert results_of(2, job) == [[[0.5, 0.5]] * 2] * 2
 
 
 class Asks(Callback):

@@ -205,6 +205,25 @@ def test_clipping_goes_on_with_the_strategy_that_takes_over() -> None:
         assert 0 < moved < 5  # with what was owed; not clipped it would be hundreds
 
 
+@pytest.mark.filterwarnings("ignore::offbeat.errors.OffbeatWarning")
+def test_a_model_that_is_loaded_alone_is_said_where_what_took_over_goes_on_from_the_last() -> None:
+    def job(driver: ThreadDriver) -> list[bool]:
+        model, told = make_model(), list[bool]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = lambda: constant_step(model, optimizer, driver.rank)  # noqa: E731
+        with session_on(driver, model, optimizer, Changing()) as session:
+            step()
+            for each in (offbeat.AllReduce(), TAKES_OVER["localsgd in 4 bits"]):
+                take_over(session, each, step)
+                model.load_state_dict(make_model().state_dict())
+                step()
+                said = "a model was loaded between two steps"
+                told.append(any(said in notice for notice in session.notices))
+        return told
+
+    assert results_of(2, job) == [[False, True]] * 2
+
+
 Costs = Callable[[str, MeasuredRun], float]
 
 PERIODS = {auto.built(spec): candidate.period for spec, candidate in CANDIDATES.items()}
@@ -394,6 +413,32 @@ def test_a_resumed_run_goes_on_with_what_was_at_work_or_about_to_be(
         assert at_work == at_work_then
         for one, other in zip(tensors, tensors_then, strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_resumed_run_clips_before_it_selects_in_its_first_step_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    predict_by(monkeypatch, fastest("gtopk"))
+
+    def job(driver: ThreadDriver) -> tuple[str, float]:
+        model, saved = make_model(), dict[str, Any]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for num_steps in (FIRST_LOOK + 3, 1):
+            with session_on(driver, model, optimizer, offbeat.Auto()) as session:
+                if saved:
+                    session.load_state_dict(saved)
+                for _ in range(num_steps):
+                    (1e3 * model(torch.ones(1, 4, dtype=torch.float64)).sum()).backward()
+                    session.clip_grad_norm_(0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                saved = session.state_dict()
+                at_work, owed = session.acting.name, session.gauges()["residual_norm"]
+        return at_work, owed
+
+    for at_work, owed in results_of(2, job):
+        assert at_work == "gtopk"
+        assert owed < 5  # not clipped it would be hundreds
 
 
 @pytest.mark.parametrize("steps_before", [1, SETTLING + LEAST_SEEN - 1])

@@ -88,13 +88,16 @@ class LocalClipping:
             self.clip_norm = max_norm
 
     def check(self, max_norm: float) -> None:
-        """Raise `ConfigError` unless gradients were clipped with the threshold `max_norm`."""
+        """Raise `ConfigError` unless gradients were clipped: with `max_norm`, where the strategy was
+        given a threshold, else with that of a step before, which this one is followed by.
+        """
         if self.clip_norm is None:
             raise ConfigError(
                 "this strategy has selected entries within backward(), so clipping now would leave"
                 " what is too large in the residual, from where it comes back step by step; pass"
                 f" clip_norm={max_norm:g} to the strategy, which clips before it selects"
             )
+        self.follow(max_norm)
         if max_norm != self.clip_norm:
             raise ConfigError(
                 f"the strategy has clipped with clip_norm={self.clip_norm:g} already, and"

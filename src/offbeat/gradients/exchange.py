@@ -798,6 +798,8 @@ class GradientExchange(Callback):
         }
         if self._clipping is not None:
             replicated["num_shares"] = self._clipping.num_shares
+            if self._clipping.clip_norm is not None and not self._clipping.is_given:
+                replicated["clip_norm"] = self._clipping.clip_norm
         return {"additive": additive, "local": local, "replicated": replicated}
 
     @override
@@ -817,6 +819,9 @@ class GradientExchange(Callback):
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
         if self._clipping is not None:
             self._clipping.num_shares = int(state["replicated"].get("num_shares", 1))  # type: ignore[call-overload]
+            if "clip_norm" in state["replicated"]:
+                # The loop says it only after the first pass, whose gradient is selected by then.
+                self._clipping.follow(float(state["replicated"]["clip_norm"]))  # type: ignore[arg-type]
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
 

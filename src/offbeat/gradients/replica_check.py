@@ -54,7 +54,7 @@ _USUAL_REASONS: Final = (
 )
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> Options:
+def hyperparameters_of(optimizer: torch.optim.Optimizer) -> Options:
     """What `optimizer` steps with now, as text; functions have none that processes share, and each
     rank has a device of its own.
     """
@@ -134,7 +134,7 @@ class ReplicaCheck(Callback):
 
     def _difference(self) -> str | None:
         """In what the ranks' optimizers differ; None: in nothing. Collective."""
-        mine = [] if self._optimizer is None else options_of(self._optimizer)
+        mine = [] if self._optimizer is None else hyperparameters_of(self._optimizer)
         everyone: list[Options] = self._driver.run(gather_values(mine), self._stream.next())
         for rank, theirs in enumerate(everyone):
             for number, (expected, group) in enumerate(zip(everyone[0], theirs, strict=False)):

@@ -783,10 +783,10 @@ class DispatchLoader(Callback):
                 "lost": [list(span) for span in lost],
                 "untold": self.num_merged - self._num_told,
                 "retry": self._retry,
-                "earlier_shares": [
-                    asdict(share) | {"claims": _spans_of(share.claims)}
-                    for share in earlier.values()
-                ],
+                "earlier_shares": {
+                    str(rank): asdict(share) | {"claims": _spans_of(share.claims)}
+                    for rank, share in earlier.items()
+                },
             },
             "owned": {
                 f"computed/{self._rank}": {
@@ -816,7 +816,7 @@ class DispatchLoader(Callback):
         self._retry = int(saved.get("retry", 0))
         self._earlier_shares = {
             share["rank"]: MegaBatchShare(**{**share, "claims": tuple(_claims_of(share["claims"]))})
-            for share in saved.get("earlier_shares", ())
+            for share in saved["earlier_shares"].values()
         }
         self._computed, self._updates, self._busy_s = [], 0, 0.0
         for name, computed in owned.items():

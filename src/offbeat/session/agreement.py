@@ -14,7 +14,7 @@ import torch
 
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import MismatchError, OffbeatError
-from offbeat.gradients.replica_check import options_of
+from offbeat.gradients.replica_check import hyperparameters_of
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Broadcast, Collective
@@ -67,7 +67,7 @@ def describe(
 def _hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     described: dict[str, str] = {}
-    for number, options in enumerate(options_of(optimizer)):
+    for number, options in enumerate(hyperparameters_of(optimizer)):
         parameters = optimizer.param_groups[number]["params"]
         options["params"] = str([names[id(parameter)] for parameter in parameters])
         described |= {f"group {number} {name}": value for name, value in options.items()}

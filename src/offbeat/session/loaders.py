@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, cast
 
+import torch
 from torch.distributed import Store
 from torch.utils.data import (
     DataLoader,
@@ -332,7 +333,7 @@ class LockstepLoader(Callback):
     Args:
         fetcher: reads batches of the dataset, which is the same on all ranks.
         batch_sizes: asked for, by rank, each >= 1.
-        claimed: is told how many samples the next batch has.
+        claimed: is told how many samples the next batch has, unless gradients are off.
         seed: of the order, >= 0.
         rank: this rank.
         shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
@@ -378,7 +379,8 @@ class LockstepLoader(Callback):
                     batches = self._begin()
                 # A batch that cannot be read counts as taken, so that ranks stay in step.
                 span, self.step = self._span(self.step), self.step + 1
-                self._claimed(span.end - span.begin)
+                if torch.is_grad_enabled():  # else it is an evaluation, which no gradient is of
+                    self._claimed(span.end - span.begin)
                 yield next(batches)
         finally:
             # A loop that ends with the last batch, without asking for one more, is through, too.

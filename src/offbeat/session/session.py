@@ -226,7 +226,6 @@ class Session:
             bucket_mib=bucket_mib,
             replica_check_interval=replica_check_interval,
         )
-        self._load_watch: _LoadWatch | None = None
         self._is_last_step, self._skipped_before, self._num_entered = False, 0, count()
         self._max_norm: float | None = None
         self._counted_before: defaultdict[str, float] = defaultdict(float)
@@ -260,10 +259,11 @@ class Session:
         self._unhooks = [] if sharded is None else [sharded.hook()]
         if returns:
             self._unhooks += self._keep_from_loads()
-        if strategy.keeps_anchor:
-            self._load_watch = _LoadWatch(model, self._parameters, self._notices)
-            self._unhooks.append(self._load_watch.remove)
-            self.observers.append(self._load_watch)
+        self._load_watch = _LoadWatch(
+            model, self._parameters, self._notices, keeps_anchor=lambda: self.acting.keeps_anchor
+        )
+        self._unhooks.append(self._load_watch.remove)
+        self.observers.append(self._load_watch)
         ATTACHED_MODELS.add(model)
         session_opened(self)
 
@@ -437,7 +437,8 @@ class Session:
         With `AdaptiveSGD` a rank that is free claims the next batch, and the strategy says how
         large; with `ElasticSGD` each rank has an equal share. With the others, ranks take equally
         many steps, with batches of as many samples as each asks for, and gradients are averaged
-        over samples.
+        over samples. Evaluate under `torch.no_grad()`, iteration included: batches that are taken
+        there count for no gradient.
 
         A `DataLoader` is taken as it is, not prepared for several ranks: its dataset, batch size,
         `collate_fn`, worker processes with all that belongs to them, and pinned memory. With
@@ -569,7 +570,7 @@ class Session:
         model is sharded. What is not averaged is the model's own. Collective, and raises, as that.
         """
         means = self.averaged_tensors()
-        names = {id(whole_of(parameter)): name for name, parameter in self._parameters.items()}
+        names = {id(tensor): name for name, tensor in self.tensors().items()}
         return {
             name: means.get(
                 names.get(id(value), plain_name(name)),
@@ -854,8 +855,7 @@ class Session:
                     self._act_by(acted, callback)
         counted = self._counted(self._callbacks)
         load_state_of(self._callbacks, by_key)
-        if self._load_watch is not None:
-            self._load_watch.has_state = True
+        self._load_watch.has_state = True
         # What was counted before the state was saved is none of this session's.
         for name, value in self._counted(self._callbacks).items():
             self._counted_before[name] += counted[name] - value
@@ -1082,6 +1082,7 @@ class _LoadWatch(SessionObserver):
         model: attached.
         parameters: its own, by name.
         notices: of the session.
+        keeps_anchor: whether the strategy at work goes on from where the last average was.
 
     Attributes:
         has_state: whether the session's state was loaded since the last step.
@@ -1092,8 +1093,11 @@ class _LoadWatch(SessionObserver):
         model: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
         notices: Notices,
+        *,
+        keeps_anchor: Callable[[], bool],
     ) -> None:
         self._parameters, self._warn = parameters, notices.warn
+        self._keeps_anchor = keeps_anchor
         self._num_steps, self.has_state = 0, False
         self._seen = list[int]()  # checksums before and after each load since the last step
         look = ModuleHook(model, self._look)
@@ -1103,7 +1107,7 @@ class _LoadWatch(SessionObserver):
         ]
 
     def _look(self, *_: Any) -> None:
-        if self._num_steps:
+        if self._num_steps and self._keeps_anchor():
             self._seen.append(checksum([*self._parameters.values()]))
 
     @override

@@ -122,6 +122,11 @@ class AdaptiveSGD(MegaBatchStrategy):
     rate_scaling: RateScaling = "auto"
     overlap: bool | None = None
 
+    @property
+    @override
+    def keeps_anchor(self) -> bool:
+        return self.codec is not None or self.rule == "published"
+
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.codec is not None:

@@ -240,7 +240,10 @@ class LocalSGD(AveragingStrategy):
     @property
     @override
     def keeps_anchor(self) -> bool:
-        return self.outer is not None
+        chosen = self.chosen_exchange
+        # A mix draws the model to an average that has left before it was loaded.
+        mixes = isinstance(chosen, Streaming) and chosen.mix is not None and chosen.delay > 0
+        return mixes or self.outer is not None or self.codec is not None
 
     @property
     def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | Quorum | None:
