@@ -222,6 +222,24 @@ def test_a_resumed_run_clips_its_first_step_as_its_loop_does() -> None:
     assert owed < 1.1
 
 
+def test_a_loop_that_changes_its_threshold_is_followed_a_step_later() -> None:
+    net = nn.Linear(3, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    strategy = offbeat.GTopK(density=1.0, collective="tree", warmup=None)
+    norms = list[float]()
+    with offbeat.attach(net, optimizer, strategy) as session:
+        for max_norm in (1.0, 1.0, 0.5, 0.5):
+            net(torch.ones(2, 3)).sum().backward()
+            if norms:
+                session.clip_grad_norm_(max_norm)
+            else:
+                session.clip_as_loop_does(max_norm)
+            norms.append(float(gradient_norm(net)))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert norms[1:] == pytest.approx([1.0, 1.0, 0.5], rel=1e-4)
+
+
 def test_what_is_not_finite_is_skipped_and_not_clipped() -> None:
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -323,6 +341,10 @@ def test_where_weights_are_averaged_a_rank_clips_its_own_gradient(strategy: Stra
         assert norm == pytest.approx(math.sqrt(3 * (1 + 4)))  # row 1 was used twice
         assert net.weight.grad.to_dense().norm() == pytest.approx(0.5, rel=1e-5)
         optimizer.step()
+
+
+def gradient_norm(net: nn.Module) -> torch.Tensor:
+    return torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None]).norm()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -670,3 +672,24 @@ def test_arguments_that_cannot_work_are_refused(
 def test_options_that_cannot_work_are_refused(build: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_of_the_middle_of_a_mega_batch_goes_through_a_distributed_checkpoint(
+    attached: Make, tmp_path: Path
+) -> None:
+    """After a merge in it, which it goes on from."""
+    strategy = offbeat.AdaptiveSGD(mega_batch=8, warmup=2)
+    net, optimizer, session = attached(strategy)
+    batches = iter(session.loader(numbers(48), batch_size=2))
+    seen = [index for _ in range(6) for index in step(net, optimizer, next(batches)[0])]
+    saved = session.state_dict()["callbacks"]["loader"]["local"]
+    assert saved["earlier_shares"]
+    dcp.save({"session": session.state_to_save()}, checkpoint_id=tmp_path, no_dist=True)
+    net, optimizer, session = attached(strategy)
+    loader = session.loader(numbers(48), batch_size=2)
+    state = {"session": session.state_to_load(dcp.FileSystemReader(tmp_path).read_metadata())}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    session.load_state_dict(state["session"])
+    seen += [index for (x,) in loader for index in step(net, optimizer, x)]
+    assert sorted(seen) == list(range(48))

@@ -88,8 +88,8 @@ class LocalClipping:
             self.clip_norm = max_norm
 
     def check(self, max_norm: float) -> None:
-        """Raise `ConfigError` unless gradients were clipped: with `max_norm`, where the strategy was
-        given a threshold, else with that of a step before, which this one is followed by.
+        """Raise `ConfigError` unless gradients were clipped: with `max_norm` where the strategy was
+        given one, else with what the loop clipped to before, and with `max_norm` from now on.
         """
         if self.clip_norm is None:
             raise ConfigError(
