@@ -406,6 +406,36 @@ def test_a_model_that_is_wrapped_anew_gets_a_new_session(
         first.log(loss=1.0)
 
 
+def test_models_that_share_parameters_and_train_by_turns_are_refused(stack: ExitStack) -> None:
+    """As two heads on one trunk: one of them would be exchanged by nobody."""
+    Script(offbeat.AllReduce(), stack)
+    trunk = nn.Linear(3, 2)
+    nets = [DistributedDataParallel(nn.Sequential(trunk, nn.Linear(2, 1))) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    (nets[0](X) + nets[1](X)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with pytest.raises(UnsupportedError, match="share parameters"):
+        nets[0](X)
+
+
+def test_a_model_trains_on_when_one_that_shared_its_parameters_is_gone(stack: ExitStack) -> None:
+    """As after a probe that was trained for a while."""
+    script = Script(offbeat.AllReduce(), stack)
+    trunk = nn.Linear(3, 2)
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def train(ddp: nn.Module) -> None:
+        optimizers.append(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        step(ddp, optimizers[-1])
+
+    first = DistributedDataParallel(nn.Sequential(trunk, nn.Linear(2, 1)))
+    train(first)
+    train(DistributedDataParallel(nn.Sequential(trunk, nn.Linear(2, 1))))
+    train(first)
+    assert script.heard.optimizers == optimizers
+
+
 def test_a_model_that_is_wrapped_anew_is_stepped_by_the_newer_optimizer(stack: ExitStack) -> None:
     """Whether the older one still lives may differ between ranks."""
     script = Script(offbeat.AllReduce(), stack)

@@ -210,6 +210,8 @@ class ScriptSessions(ScriptListener):
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._carried = CarriedStates()
         self._wrapped: WeakKeyDictionary[DistributedDataParallel, _Wrapped] = WeakKeyDictionary()
+        # In whose place another one that shares parameters with it was attached.
+        self._displaced: weakref.WeakSet[torch.nn.Module | ShardedModule] = weakref.WeakSet()
         self._coupled: list[_Coupled] = []
         self._sharded: dict[int, ShardedModule] = {}  # by module, the root's, once it is known
         self._attached_models: set[int] = set()
@@ -442,11 +444,21 @@ class ScriptSessions(ScriptListener):
         model = ddp.module
         if optimizer is None and not model.training:
             return None  # an evaluation, perhaps on one rank alone
-        for other in list(self._coupled):
-            if other.has_any_of(model.parameters()):
-                if other.optimizer is optimizer is not None and isinstance(other.session, Session):
-                    self._carried.hand_on(optimizer, other.session)
-                self._end(other, None, averages=True)
+        sharing = [each for each in self._coupled if each.has_any_of(model.parameters())]
+        if ddp in self._displaced:
+            gc.collect()  # a wrapper refers to itself, and ranks would find that at other times
+            if any(other.ddp() is not None for other in sharing):
+                raise UnsupportedError(
+                    "two DistributedDataParallel models that share parameters train by turns, and"
+                    " only the one that came last would be exchanged; wrap one module that holds"
+                    " both, and train by that wrapper alone"
+                )
+        for other in sharing:
+            if (displaced := other.ddp()) is not None:
+                self._displaced.add(displaced)
+            if other.optimizer is optimizer is not None and isinstance(other.session, Session):
+                self._carried.hand_on(optimizer, other.session)
+            self._end(other, None, averages=True)
         scaler = None if self._scaler_in_use() is None else _ScalerInUse(self._scaler_in_use)
         session = self._recipe.attach(ddp, optimizer, scaler, adopted)
         if session is None:
