@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
@@ -194,11 +195,12 @@ def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStac
     assert (script.session.stats.steps, script.session.stats.exchanges) == (4, 4)
 
 
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
 def test_a_scaler_is_found_and_the_loss_is_seen_as_the_script_has_it(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, kind: type[torch.amp.GradScaler]
 ) -> None:
     script = Script(offbeat.AllReduce(), stack)
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler = kind("cpu", init_scale=128.0)
     ddp = DistributedDataParallel(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     loss = ddp(X).sum()
@@ -811,6 +813,20 @@ def test_a_scripts_clipping_clips_before_entries_are_selected(stack: ExitStack) 
     assert (
         sum("clipped before entries are selected" in each for each in script.session.notices) == 1
     )
+
+
+def test_a_scaler_that_a_script_makes_and_does_not_use_scales_nothing(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=0.1, warmup=None), stack)
+    unused = torch.amp.GradScaler("cpu")
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    norms = clipped_steps(ddp, optimizer, sizes=[1e-3, 1e3, 1e-3], max_norm=1.0)
+    assert norms[1:] == [pytest.approx(norm_of_gradient(size)) for size in (1e3, 1e-3)]
+    assert script.session.gauges()["residual_norm"] < 1.1
+    loss = ddp(X).sum()
+    loss.backward()
+    assert script.heard.losses[-1] == pytest.approx(loss.item())
+    assert unused.is_enabled()
 
 
 def test_a_scripts_clipping_does_not_keep_adams_scaling_from_being_taken(stack: ExitStack) -> None:
