@@ -179,6 +179,27 @@ def test_an_offloaded_outer_optimizer_is_on_the_host_between_averages(device: to
             torch.testing.assert_close(anchor.detach(), parameters[name].detach(), rtol=0, atol=0)
 
 
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}])
+def test_adam_goes_on_by_itself_after_zerooneadam(device: torch.device, options: Any) -> None:
+    """Its number of steps is where its kernels look for it."""
+    model = net(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+    def step(number: int) -> None:
+        inputs, labels = batch(0, number, device)
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with offbeat.attach(model, optimizer, offbeat.ZeroOneAdam()):
+        for number in range(3):
+            step(number)
+        assert {each["step"].device.type for each in optimizer.state.values()} == {device.type}
+    step(3)
+    assert {float(each["step"]) for each in optimizer.state.values()} == {4.0}
+
+
 def megabatch(rank: int, world_size: int, *, device: str) -> dict[str, float]:
     at = torch.device(device)
     model = net(at)

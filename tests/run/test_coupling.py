@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
@@ -235,11 +236,12 @@ def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStac
     assert (script.session.stats.steps, script.session.stats.exchanges) == (4, 4)
 
 
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
 def test_a_scaler_is_found_and_the_loss_is_seen_as_the_script_has_it(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, kind: type[torch.amp.GradScaler]
 ) -> None:
     script = Script(offbeat.AllReduce(), stack)
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler = kind("cpu", init_scale=128.0)
     ddp = DistributedDataParallel(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     loss = ddp(X).sum()
@@ -445,6 +447,36 @@ def test_a_model_that_is_wrapped_anew_gets_a_new_session(
     assert (script.session is first, script.session.stats.steps) == (False, 1)
     with pytest.raises(ConfigError, match="closed"):
         first.log(loss=1.0)
+
+
+def test_models_that_share_parameters_and_train_by_turns_are_refused(stack: ExitStack) -> None:
+    """As two heads on one trunk: one of them would be exchanged by nobody."""
+    Script(offbeat.AllReduce(), stack)
+    trunk = nn.Linear(3, 2)
+    nets = [DistributedDataParallel(nn.Sequential(trunk, nn.Linear(2, 1))) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    (nets[0](X) + nets[1](X)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with pytest.raises(UnsupportedError, match="share parameters"):
+        nets[0](X)
+
+
+def test_a_model_trains_on_when_one_that_shared_its_parameters_is_gone(stack: ExitStack) -> None:
+    """As after a probe that was trained for a while."""
+    script = Script(offbeat.AllReduce(), stack)
+    trunk = nn.Linear(3, 2)
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def train(ddp: nn.Module) -> None:
+        optimizers.append(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        step(ddp, optimizers[-1])
+
+    first = DistributedDataParallel(nn.Sequential(trunk, nn.Linear(2, 1)))
+    train(first)
+    train(DistributedDataParallel(nn.Sequential(trunk, nn.Linear(2, 1))))
+    train(first)
+    assert script.heard.optimizers == optimizers
 
 
 def test_a_model_that_is_wrapped_anew_is_stepped_by_the_newer_optimizer(stack: ExitStack) -> None:
@@ -822,6 +854,20 @@ def test_a_scripts_clipping_clips_before_entries_are_selected(stack: ExitStack) 
     assert (
         sum("clipped before entries are selected" in each for each in script.session.notices) == 1
     )
+
+
+def test_a_scaler_that_a_script_makes_and_does_not_use_scales_nothing(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=0.1, warmup=None), stack)
+    unused = torch.amp.GradScaler("cpu")
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    norms = clipped_steps(ddp, optimizer, sizes=[1e-3, 1e3, 1e-3], max_norm=1.0)
+    assert norms[1:] == [pytest.approx(norm_of_gradient(size)) for size in (1e3, 1e-3)]
+    assert script.session.gauges()["residual_norm"] < 1.1
+    loss = ddp(X).sum()
+    loss.backward()
+    assert script.heard.losses[-1] == pytest.approx(loss.item())
+    assert unused.is_enabled()
 
 
 def test_a_scripts_clipping_does_not_keep_adams_scaling_from_being_taken(stack: ExitStack) -> None:

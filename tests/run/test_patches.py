@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d, fsdp
 from torch.distributed._composable import replicate
+from torch.distributed.algorithms import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +71,7 @@ PLACES: list[tuple[object, str]] = [
     (DistributedDataParallel, CALLS_MODULE_OF_DDP),
     (DistributedDataParallel, "register_comm_hook"),
     (DistributedDataParallel, REGISTERS_BUILTIN_HOOK),
-    (DistributedDataParallel, "join"),
+    (DistributedDataParallel, "join_hook"),
     (fsdp, "fully_shard"),
     (torch.optim.Optimizer, "__init__"),
     (torch.amp.GradScaler, "__init__"),
@@ -199,10 +200,12 @@ def test_what_exchanges_in_a_way_of_its_own_is_refused(
         DistributedDataParallel(torch.nn.Linear(3, 1), **{option: value})
 
 
-def test_join_is_refused(heard: Heard) -> None:
-    ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
+@pytest.mark.parametrize(
+    "join", [lambda ddp: ddp.join(), lambda ddp: Join([ddp])], ids=["ddp.join()", "Join([ddp])"]
+)
+def test_joining_is_refused(heard: Heard, join: Callable[[DistributedDataParallel], Any]) -> None:
     with pytest.raises(UnsupportedError, match="equally many batches"):
-        ddp.join()
+        join(DistributedDataParallel(torch.nn.Linear(3, 1)))
 
 
 def test_optimizers_scalers_losses_and_modes_are_heard_of(heard: Heard) -> None:

@@ -269,11 +269,23 @@ dist.destroy_process_group()
         assert told[1:] == [loss.returned_step + number for number in range(1, 6)]
 
 
-def test_a_script_without_ddp_is_stopped_after_its_steps_and_told(run: RunScript) -> None:
+HELPER = """
+import multiprocessing
+helper = multiprocessing.get_context("fork").Process(target=print)
+helper.start()
+helper.join()
+"""
+
+
+@pytest.mark.parametrize("helper", ["", HELPER], ids=["alone", "beside a process of its own"])
+def test_a_script_without_ddp_is_stopped_after_its_steps_and_told(
+    run: RunScript, helper: str
+) -> None:
     outcome = run(
         "",
         str(run.directory),
-        before="""
+        before=helper
+        + """
 dist.init_process_group("gloo")
 plain = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)

@@ -165,7 +165,7 @@ class _ScalerInUse(torch.amp.GradScaler):
     """Stands for the scaler that a script's backward pass is scaled by, whichever that is.
 
     Args:
-        find: gives it; None: the script has let go of all of them.
+        find: gives it; None: no enabled one has scaled its loss.
     """
 
     _scale_of = staticmethod(torch.amp.GradScaler.get_scale)
@@ -210,9 +210,12 @@ class ScriptSessions(ScriptListener):
         # live depends on the garbage collector, so it may differ between ranks.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._num_older = 0
-        self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
+        self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+        self._last_scaler: Callable[[], torch.amp.GradScaler | None] = lambda: None
         self._carried = CarriedStates()
         self._wrapped: WeakKeyDictionary[DistributedDataParallel, _Wrapped] = WeakKeyDictionary()
+        # In whose place another one that shares parameters with it was attached.
+        self._displaced: weakref.WeakSet[torch.nn.Module | ShardedModule] = weakref.WeakSet()
         self._coupled: list[_Coupled] = []
         self._sharded: dict[int, ShardedModule] = {}  # by module, the root's, once it is known
         self._attached_models: set[int] = set()
@@ -265,14 +268,16 @@ class ScriptSessions(ScriptListener):
 
     @override
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
-        self._scalers.append(weakref.ref(scaler))
+        self._scalers.add(scaler)
+        if type(scaler).scale is not torch.amp.GradScaler.scale:
+            self.scaler_used(scaler)  # by a method of its own, which is not heard of
 
     @override
     def scaler_used(self, scaler: torch.amp.GradScaler) -> None:
         """Of several, as of a GAN's two models, the one that scaled last is that of the backward
-        pass which comes next.
+        pass which comes next. One that a script makes and does not use scales nothing.
         """
-        self._scalers.sort(key=lambda reference: reference() is scaler)
+        self._last_scaler = weakref.ref(scaler)
 
     @override
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -377,9 +382,8 @@ class ScriptSessions(ScriptListener):
         return ConfigError(why.format(script=script, strategy=self._recipe.name))
 
     def _scaler_in_use(self) -> torch.amp.GradScaler | None:
-        living = (reference() for reference in self._scalers)
-        enabled = [scaler for scaler in living if scaler is not None and scaler.is_enabled()]
-        return enabled[-1] if enabled else None
+        scaler = self._last_scaler()
+        return scaler if scaler is not None and scaler.is_enabled() else None
 
     # Forward passes
 
@@ -451,12 +455,24 @@ class ScriptSessions(ScriptListener):
         model = ddp.module
         if optimizer is None and not model.training:
             return None  # an evaluation, perhaps on one rank alone
-        for other in list(self._coupled):
-            if other.has_any_of(model.parameters()):
-                if other.optimizer is optimizer is not None and isinstance(other.session, Session):
-                    self._carried.hand_on(optimizer, other.session)
-                self._end(other, None, averages=True)
-        scaler = None if self._scaler_in_use() is None else _ScalerInUse(self._scaler_in_use)
+        sharing = [each for each in self._coupled if each.has_any_of(model.parameters())]
+        if ddp in self._displaced:
+            gc.collect()  # a wrapper refers to itself, and ranks would find that at other times
+            if any(other.ddp() is not None for other in sharing):
+                raise UnsupportedError(
+                    "two DistributedDataParallel models that share parameters train by turns, and"
+                    " only the one that came last would be exchanged; wrap one module that holds"
+                    " both, and train by that wrapper alone"
+                )
+        for other in sharing:
+            if (displaced := other.ddp()) is not None:
+                self._displaced.add(displaced)
+            if other.optimizer is optimizer is not None and isinstance(other.session, Session):
+                self._carried.hand_on(optimizer, other.session)
+            self._end(other, None, averages=True)
+        # Before its first backward pass nobody knows whether a script uses the scaler that it has.
+        may_scale = any(scaler.is_enabled() for scaler in self._scalers)
+        scaler = _ScalerInUse(self._scaler_in_use) if may_scale else None
         session = self._recipe.attach(ddp, optimizer, scaler, adopted)
         if session is None:
             return None

@@ -14,7 +14,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
   says the same by an attribute before it calls `_pre_forward`, which takes it back there.
 - `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook`: they hand the reducer
   to C++, which takes no stand-in; what is exchanged is the strategy's affair.
-- `DistributedDataParallel.join`: it counts on the reducer's buckets.
+- `DistributedDataParallel.join_hook`, which `ddp.join()` and `Join([ddp])` call: it counts on the
+  reducer's buckets.
 - `torch.distributed.fsdp.fully_shard`: to know each module that a script divides inside a node, and
   when it is called. Of a mesh of two dimensions (HSDP) it is given the one along which it shards:
   along the other one FSDP would exchange gradients.
@@ -185,7 +186,7 @@ def patched(
             put(ddp, CALLS_MODULE_OF_DDP, lambda model, *args, **kw: model.module(*args, **kw))
             for name in ("register_comm_hook", REGISTERS_BUILTIN_HOOK):
                 put(ddp, name, lambda model, *_, **__: listener.hook_ignored(model))
-            put(ddp, "join", _refuse_join)
+            put(ddp, "join_hook", _refuse_join)
         for owner, name, tell in (
             (torch.optim.Optimizer, "__init__", listener.optimizer_made),
             (torch.amp.GradScaler, "__init__", listener.scaler_made),
@@ -331,9 +332,9 @@ def _pre_forward(
     return pre_forward
 
 
-def _refuse_join(self: DistributedDataParallel, *_: Any, **__: Any) -> Any:
+def _refuse_join(self: DistributedDataParallel, **_: Any) -> Any:
     raise UnsupportedError(
-        "DistributedDataParallel.join() is of DDP's own exchange, which offbeat run replaces; give"
+        "ddp.join() and Join([ddp]) are of DDP's own exchange, which offbeat run replaces; give"
         " every rank equally many batches, as DistributedSampler does"
     )
 

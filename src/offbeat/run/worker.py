@@ -68,8 +68,10 @@ def carry_out(
         return 0
     # It may have trained in processes of its own, or have left before it made anything, as at
     # `--help`.
+    trains_here = sessions.num_ddp_models or sessions.trains_without_session
+    trains_elsewhere = sessions.num_processes and not trains_here
     has_left = error is not None and not sessions.has_made_anything
-    return 0 if sessions.num_processes or has_left else _fail(complaint, script, report, rank)
+    return 0 if trains_elsewhere or has_left else _fail(complaint, script, report, rank)
 
 
 def _run(

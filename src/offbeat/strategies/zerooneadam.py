@@ -55,6 +55,7 @@ from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze,
 from offbeat.strategies.options import require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
+from offbeat.weights.optimizer_state import new_number
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -171,11 +172,12 @@ class LocalAdam(Callback, TakeMean):
         of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         return {name: of[id(p)] for name, p in self._parameters.items() if id(p) in of}
 
-    def _state(self, name: str) -> Mapping[str, Any]:
-        state: dict[str, Any] = self._optimizer.state[self._parameters[name]]
-        summed = self.sums[name]
+    def _state(self, name: str, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        parameter, summed = self._parameters[name], self.sums[name]
+        state: dict[str, Any] = self._optimizer.state[parameter]
         if "step" not in state:
-            state |= {"step": torch.zeros(()), **{key: torch.zeros_like(summed) for key in MOMENTS}}
+            state["step"] = new_number("step", 0.0, parameter, group)
+            state |= {key: torch.zeros_like(summed) for key in MOMENTS}
         for key in MOMENTS:  # a loaded state has the parameter's type
             held, exact = state[key], self._exact.pop(f"{key}/{name}", None)
             state[key] = held.to(summed.dtype)
@@ -250,7 +252,7 @@ class LocalAdam(Callback, TakeMean):
     def _step(
         self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], *, updates: bool
     ) -> None:
-        state, (beta1, beta2) = self._state(name), group["betas"]
+        state, (beta1, beta2) = self._state(name, group), group["betas"]
         # A rate of 0 would leave nothing in the sum of which to make momentum again.
         rate = float(group["lr"]) or 1e-12
         self._steps_of[name] += 1
@@ -272,7 +274,7 @@ class LocalAdam(Callback, TakeMean):
         self._parameters[name].copy_(self._point(name, group))
 
     def _divisor(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
-        square = self._state(name)["exp_avg_sq"]
+        square = self._state(name, group)["exp_avg_sq"]
         # Where there was no update yet all of it is 0, whatever its number.
         return divisor_of(square, max(1, self._updates_of[name]), group)
 
@@ -294,7 +296,7 @@ class LocalAdam(Callback, TakeMean):
                 divisor.masked_fill_(divisor.isinf(), 0)  # what has no second moment stays
                 self.anchor[name].sub_(moved.masked_fill(divisor == 0, 0))
                 self._parameters[name].copy_(self.anchor[name])
-                self._state(name)["exp_avg"].copy_(moved * divisor / rate)
+                self._state(name, groups[name])["exp_avg"].copy_(moved * divisor / rate)
             self.sums[name].zero_()
             self._rates[name] = 0.0
 

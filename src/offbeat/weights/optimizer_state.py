@@ -257,7 +257,7 @@ class OptimizerStates:
                     if isinstance(before, torch.Tensor):
                         before.fill_(value)
                     elif kind == "tensor":
-                        state[key] = _new_number(key, value, parameter, options.get(parameter, {}))
+                        state[key] = new_number(key, value, parameter, options.get(parameter, {}))
                     else:
                         state[key] = value
                 elif has_none:
@@ -324,10 +324,17 @@ def _numbers(values: Sequence[float], parameters: Sequence[torch.Tensor]) -> lis
     return [made[kind][number] for number, kind in enumerate(kinds)]
 
 
-def _new_number(
+def new_number(
     key: str, value: float, parameter: torch.Tensor, options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """As the optimizers of torch make theirs."""
+    """A single number of an optimizer's state as the optimizers of torch make theirs.
+
+    Args:
+        key: its name, such as "step".
+        value: what it holds.
+        parameter: whose state it is.
+        options: of the parameter's group.
+    """
     if key != "step" and not parameter.dim():
         return torch.full_like(parameter.detach(), value)  # It has its parameter's shape too.
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
