@@ -271,8 +271,13 @@ class EncodedChanges:
 
 
 def _have_any(tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
-    """Which have an element that is not 0."""
-    return np.array(read_numbers([each.any() for each in tensors]), np.bool_)
+    """Which have an element that is not 0. The first ones of each mostly say so."""
+    found = np.array(
+        read_numbers([(each[:1] if each.dim() else each).any() for each in tensors]), np.bool_
+    )
+    zeros = np.flatnonzero(~found).tolist()
+    found[zeros] = read_numbers([tensors[place].any() for place in zeros])
+    return found
 
 
 def _another_codec() -> CheckpointError:
