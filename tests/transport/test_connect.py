@@ -420,3 +420,27 @@ def test_attach_does_not_wait_for_a_store_that_is_stopped_nor_believes_it_later(
         meeting.register({}, presence=presence.address)
     with pytest.raises(RuntimeError):
         store.add("count", 1)
+
+
+def test_what_ranks_leave_in_the_store_has_short_names_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = list[str]()
+
+    def prefixed(name: str, store: dist.Store) -> dist.PrefixStore:
+        names.append(name)
+        return dist.PrefixStore(name, store)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConfigError("far enough")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(connecting, "PrefixStore", prefixed)
+        monkeypatch.setattr(connecting, "Rendezvous", refuse)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(1024)))
+        with pytest.raises(ConfigError, match="far enough"):
+            connect()
+    finally:
+        dist.destroy_process_group()
+    assert len(names[0]) < 100

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -354,3 +356,15 @@ def test_a_peer_that_never_answers_is_given_up(secret: bytes) -> None:
         take(peers, 1)
     assert caught.value.rank == 1
     peers.close()
+
+
+def test_connections_to_many_peers_do_not_end_at_the_usual_limit_of_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(each.name) for each in Path("/dev/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, before[1]))
+    try:
+        limits = PeerLimits(linger_s=0.1)
+        with closing(Peers(0, 40, address="127.0.0.1", secret=bytes(32), limits=limits)) as peers:
+            peers.connect(["tcp://127.0.0.1:9"] * 40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -13,6 +13,7 @@ from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
 from offbeat.transport.protection import (
     CIPHER_VARIABLE,
+    PROTECTIONS,
     CurveProtection,
     cipher_from_environment,
     key_pair,
@@ -92,3 +93,22 @@ def test_without_a_cipher_an_accident_is_still_found(monkeypatch: pytest.MonkeyP
         ranks[1].start(Recv(0, 20.0), 0).wait()
     for rank in ranks:
         rank.close()
+
+
+class Name(bytes):
+    """Counts with how many others it is compared."""
+
+    num_compared = 0
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Name.num_compared += 1
+        return bytes(self) == other
+
+
+def test_a_rank_is_known_by_its_name_without_a_look_at_all_others() -> None:
+    protection = PROTECTIONS["none"](run_secret=SECRET, generation=0, world_size=1024, rank=0)
+    assert protection.rank_of(Name(b"1023")) == 1023
+    assert Name.num_compared < 10
+    assert protection.rank_of(b"1024") is None
+    assert protection.rank_of(b"007") is None

@@ -669,10 +669,9 @@ class GradientExchange(Callback):
         ):  # zeroed in place: new gradients may accumulate where they are
             return not had_any
         stashed = self._stashed[b] = torch.zeros_like(bucket.flat)
-        for position, view in enumerate(bucket.views_of(stashed)):
-            if position not in live:
-                continue
-            view.copy_(bucket.views[position])
+        places = bucket.views_of(stashed)
+        for position in live:
+            places[position].copy_(bucket.views[position])
             bucket.parameters[position].grad = None
         self._published[b][live] = True
         return True

@@ -259,11 +259,16 @@ class Session:
         self._unhooks = [] if sharded is None else [sharded.hook()]
         if returns:
             self._unhooks += self._keep_from_loads()
-        self._load_watch = _LoadWatch(
-            model, self._parameters, self._notices, keeps_anchor=lambda: self.acting.keeps_anchor
-        )
-        self._unhooks.append(self._load_watch.remove)
-        self.observers.append(self._load_watch)
+        self._load_watch: _LoadWatch | None = None
+        if strategy.keeps_anchor or self.acting is not strategy:  # which may go over to one
+            self._load_watch = _LoadWatch(
+                model,
+                self._parameters,
+                self._notices,
+                keeps_anchor=lambda: self.acting.keeps_anchor,
+            )
+            self._unhooks.append(self._load_watch.remove)
+            self.observers.append(self._load_watch)
         ATTACHED_MODELS.add(model)
         session_opened(self)
 
@@ -855,7 +860,8 @@ class Session:
                     self._act_by(acted, callback)
         counted = self._counted(self._callbacks)
         load_state_of(self._callbacks, by_key)
-        self._load_watch.has_state = True
+        if self._load_watch is not None:
+            self._load_watch.has_state = True
         # What was counted before the state was saved is none of this session's.
         for name, value in self._counted(self._callbacks).items():
             self._counted_before[name] += counted[name] - value

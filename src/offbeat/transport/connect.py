@@ -12,6 +12,7 @@ same ranks was destroyed the same name, and with it the dead one's addresses.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import secrets
@@ -171,7 +172,9 @@ def connect(
     _generations[tuple(ranks)] += 1
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets
     # keys of its own.
-    name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
+    # They are short, since each rank asks for those of all ranks, time and again.
+    who = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
+    name = f"offbeat/{who}/{generation}"
     assert dist.group.WORLD is not None
     store = PrefixStore(name, dist.group.WORLD.get_group_store())
     lost = lost_ranks()

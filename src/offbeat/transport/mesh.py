@@ -2,9 +2,11 @@
 peers. Never blocks, knows no threads; `peers` adds both.
 
 Every rank binds one PULL socket and connects one PUSH socket to each other rank: O(P) sockets a
-rank, O(P^2) connections in all. A connected peer takes about 5 file descriptors, so beyond some 200
-ranks the usual limit of 1024 (`ulimit -n`) has to be raised. ZeroMQ's I/O threads move the bytes
-and answer heartbeats while Python computes, so a busy rank is never taken for a dead one.
+rank, O(P^2) connections in all. A connected peer takes about 5 file descriptors, those of a dense
+backend beside them, and members hold up to three meshes while they change, so the limit of open
+files (`ulimit -n`) is raised as far as it has to be and the system lets it. ZeroMQ's I/O threads
+move the bytes and answer heartbeats while Python computes, so a busy rank is never taken for a dead
+one.
 
 A rank is dead when its connection was lost and did not come back within the grace period, when it
 aborted, or when messages were lost on a connection that broke. Sending and receiving use a ZeroMQ
@@ -14,10 +16,12 @@ the listening socket has to outlive that moment: peers watch it.
 
 from __future__ import annotations
 
+import resource
 import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import zmq
 
@@ -141,6 +145,19 @@ class Inbox:
         self._latest[sender, stream] = max(exchange, self._latest.get((sender, stream), 0))
 
 
+_FILES_OF_PEER, _FILES_BESIDE = 20, 512
+
+
+def _allow_files(count: int) -> None:
+    """Let this process open so many files, as far as the system lets it."""
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if highest != resource.RLIM_INFINITY:
+        count = min(count, highest)
+    if limit != resource.RLIM_INFINITY and limit < count:
+        with suppress(ValueError, OSError):  # a system may have a limit that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (count, highest))
+
+
 class Mesh:
     """The connections of one rank within one generation.
 
@@ -169,6 +186,7 @@ class Mesh:
         self.failures: dict[int, str] = {}
         self._limits = limits
         self._protection = protection
+        _allow_files(_FILES_BESIDE + _FILES_OF_PEER * self.world_size)
         self.listener = Listener(address, protection=protection, limits=limits)
         self.endpoint = self.listener.endpoint
         self._sending = new_context()

@@ -189,6 +189,11 @@ class TokenProtection(Protection):
     with_checksum = True
 
     @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rank_of = {str(rank).encode(): rank for rank in range(self.world_size)}
+
+    @override
     def guard_listener(self, listening: zmq.Socket[bytes]) -> None:
         listening.plain_server = True
         listening.zap_domain = ZAP_DOMAIN.encode()
@@ -210,8 +215,7 @@ class TokenProtection(Protection):
 
     @override
     def rank_of(self, user_id: bytes) -> int | None:
-        ranks = (rank for rank in range(self.world_size) if str(rank).encode() == user_id)
-        return next(ranks, None)
+        return self._rank_of.get(user_id)
 
     def _token(self, sender: int, receiver: int) -> bytes:
         parties = _PARTIES.pack(self.generation, sender, receiver)
