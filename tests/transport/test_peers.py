@@ -364,7 +364,7 @@ def test_connections_to_many_peers_do_not_end_at_the_usual_limit_of_files() -> N
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, before[1]))
     try:
         limits = PeerLimits(linger_s=0.1)
-        with closing(Peers(0, 40, address="127.0.0.1", secret=bytes(32), limits=limits)) as peers:
-            peers.connect(["tcp://127.0.0.1:9"] * 40)
+        with closing(Peers(0, 200, address="127.0.0.1", secret=bytes(32), limits=limits)) as peers:
+            peers.connect(["tcp://127.0.0.1:9"] * 200)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
