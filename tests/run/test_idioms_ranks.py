@@ -76,7 +76,8 @@ def test_nanogpt(run_ranks: RunRanks, tmp_path: Path) -> None:
         run_ranks,
         tmp_path,
         "nanogpt.py",
-        ["--out_dir={out}", "--compile={{compiles}}"],
+        # With fewer steps a rank that a busy host holds up is a large part of WAGMA's mean behind.
+        ["--out_dir={out}", "--compile={{compiles}}", "--max_iters=60"],
         "ckpt.pt",
         STRATEGIES,
     )
