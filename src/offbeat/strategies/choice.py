@@ -373,7 +373,7 @@ def outlook(choice: Choice, seen: SeenSteps, *, looks_again: bool = True) -> str
     if at_best_s is not None and _UNEVEN * at_best_s < choice.step_s:
         said += (
             f". Ranks compute at unlike speeds: adaptive, whose batches follow them, takes"
-            f" {ms(at_best_s)} at best, but has to be named from the start"
+            f" {ms(at_best_s)} at best, but has to be named from the start, with session.loader"
         )
     return said
 

@@ -171,8 +171,7 @@ def connect(
     generation = _generations[tuple(ranks)]
     _generations[tuple(ranks)] += 1
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets
-    # keys of its own.
-    # They are short, since each rank asks for those of all ranks, time and again.
+    # keys of its own. They are short, since each rank asks for those of all ranks, time and again.
     who = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
     name = f"offbeat/{who}/{generation}"
     assert dist.group.WORLD is not None

@@ -146,6 +146,7 @@ class Inbox:
 
 
 _FILES_OF_PEER, _FILES_BESIDE = 20, 512
+"""Three meshes take 15 files of a peer, and gloo's groups, offbeat's and the user's, one each."""
 
 
 def _allow_files(count: int) -> None:

@@ -124,6 +124,7 @@ class Protection(ABC):
     generation: int
     world_size: int
     rank: int
+    _rank_of: dict[bytes, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_secret(self.run_secret)
@@ -142,9 +143,9 @@ class Protection(ABC):
         from any thread.
         """
 
-    @abstractmethod
     def rank_of(self, user_id: bytes) -> int | None:
         """The rank that came in as `user_id`; None for a stranger."""
+        return self._rank_of.get(user_id)
 
 
 class CurveProtection(Protection):
@@ -175,10 +176,6 @@ class CurveProtection(Protection):
     def user_id(self, mechanism: bytes, credentials: Sequence[bytes]) -> bytes:
         key = z85.encode(credentials[0]) if mechanism == b"CURVE" else b""
         return key if key in self._rank_of else b""
-
-    @override
-    def rank_of(self, user_id: bytes) -> int | None:
-        return self._rank_of.get(user_id)
 
 
 class TokenProtection(Protection):
@@ -212,10 +209,6 @@ class TokenProtection(Protection):
             credentials[1], self._token(sender, self.rank)
         )
         return bytes(credentials[0]) if is_known else b""
-
-    @override
-    def rank_of(self, user_id: bytes) -> int | None:
-        return self._rank_of.get(user_id)
 
     def _token(self, sender: int, receiver: int) -> bytes:
         parties = _PARTIES.pack(self.generation, sender, receiver)
