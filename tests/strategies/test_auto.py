@@ -330,7 +330,7 @@ def test_what_is_predicted_to_be_first_takes_over_on_all_ranks_at_once(
 
 def test_steps_that_mostly_wait_are_known_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     def costs(name: str, run: MeasuredRun) -> float:
-        assert run.computed_s.shape == (LEAST_SEEN, 2)
+        assert 1 <= len(run.computed_s) <= LEAST_SEEN  # a pause of the host is no step
         return fastest("gtopk")(name, run)
 
     ranks = choosing(monkeypatch, costs, num_steps=EARLY_LOOK + 5, most_waiting=float("-inf"))
