@@ -74,6 +74,8 @@ def main() -> None:
 def warm_sharded_tensors() -> None:
     """Train one step with a fake process group of six ranks, which is no test's size: PyTorch has
     looked then for what it looks for at the first sharded tensor of a process.
+
+    A build for GPUs starts threads in the first backward pass, and a server must have none.
     """
     import torch
     import torch.distributed as dist
@@ -81,6 +83,8 @@ def warm_sharded_tensors() -> None:
 
     from rank_jobs import islands
 
+    if torch.backends.cuda.is_built():
+        return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
     model = islands.make_model()
     islands.shard(model, islands.make_mesh(6, 3))
