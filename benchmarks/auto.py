@@ -15,8 +15,12 @@ were.
     what measuring takes, beyond the steps meanwhile, at most 1% of the run
     after all steps never more than .5 points below AllReduce, which links do not change
 
+Where two of the four workers take twice as long for a sample, and `session.loader` shares samples
+out, the bound is that of the summed speed.
+
     python benchmarks/auto.py [--json] [--sizes SIZE,...] [--links LINK,...] [--seeds N]
         [--results DIR] [--keep DIRECTORY]
+    python benchmarks/auto.py --speeds [--json] [--results DIR]
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,8 +36,11 @@ from statistics import fmean
 from typing import Final
 
 import numpy as np
+import torch
 
-from _measure import Cells, Ratio, Row, add_output_options, present
+import offbeat
+from _measure import Cells, Ratio, Row, add_output_options, present, ratio
+from _ranks import run_ranks
 from _results import Figure
 from links import watched
 from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK, SETTLING
@@ -197,6 +205,57 @@ def chosen_in(record: Record) -> str:
     return summary.decisions[-1].after if summary and summary.decisions else "allreduce"
 
 
+SAMPLE_S: Final = (0.002, 0.002, 0.004, 0.004)
+"""What a sample takes on each worker."""
+BATCH, STEPS_OF_EPOCH, EPOCHS, SPEEDS = 16, 50, 6, "unlike speeds"
+
+
+def unlike_speeds() -> Iterator[Row]:
+    """Seconds of epochs over those at the summed speed."""
+    num_samples = BATCH * WORKERS * STEPS_OF_EPOCH
+    bound_s = num_samples / sum(1 / each for each in SAMPLE_S)
+    later_s = {}
+    for name in ("allreduce", "auto", "adaptive"):
+        epochs_s = np.array([run_ranks(paced, WORKERS, name) for _ in range(3)])
+        later_s[name] = epochs_s[:, 1:].mean(axis=1)
+        yield Figure(
+            table=SPEEDS, case=name, column="first epoch, s", value=float(np.median(epochs_s[:, 0]))
+        )
+        yield Figure(
+            table=SPEEDS,
+            case=name,
+            column="later ones, s",
+            value=float(np.median(epochs_s[:, 1:])),
+            bound=bound_s,
+        )
+    yield ratio(
+        "unlike speeds, an epoch over one at the summed speed",
+        [(each, bound_s) for each in later_s["auto"]],
+        bound=1.0,
+        at_most=1.1,
+    )
+
+
+def paced(rank: int, world_size: int, name: str) -> list[float]:
+    """Seconds of each epoch of a rank whose samples take `SAMPLE_S`."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 8)
+    model.register_forward_hook(lambda _, __, output: time.sleep(len(output) * SAMPLE_S[rank]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = torch.randn(BATCH * world_size * STEPS_OF_EPOCH, 64)
+    found = []
+    with offbeat.attach(model, optimizer, name) as session:
+        loader = session.loader(samples, batch_size=BATCH)
+        for _ in range(EPOCHS):
+            begin_s = time.perf_counter()
+            for x in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(time.perf_counter() - begin_s)
+    return found
+
+
 def cells(sizes: list[str], links: list[str], seeds: int, keep: Path) -> Cells:
     return {
         f"{size}, {link}{', one late' if late else ''}": partial(
@@ -218,7 +277,13 @@ if __name__ == "__main__":
     parser.add_argument(
         "--keep", type=Path, help="directory for the comparisons; by default they are thrown away"
     )
+    parser.add_argument(
+        "--speeds", action="store_true", help="workers of unlike speeds, in the place of links"
+    )
     asked = parser.parse_args()
+    if asked.speeds:
+        present({SPEEDS: unlike_speeds}, asked)
+        raise SystemExit
     with tempfile.TemporaryDirectory() as temporary:
         directory = asked.keep or Path(temporary)
         sizes, links = asked.sizes.split(","), asked.links.split(",")

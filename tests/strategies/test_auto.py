@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -537,6 +538,114 @@ def test_models_are_not_averaged_where_a_rank_has_more_samples(
     for at_work, notices in results_of(2, job):
         assert at_work == chosen
         assert any("batches are unlike" in each for each in notices) == (chosen == "gtopk")
+
+
+def unlike_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 computes three times as long as rank 0, in each step that is seen."""
+
+    def seen(at_work: str, whole_s: Any, computed_s: Any) -> choice.SeenSteps:
+        return choice.SeenSteps(
+            at_work=at_work, step_s=1.0, computed_s=np.tile([0.2, 0.6], (LEAST_SEEN, 1))
+        )
+
+    monkeypatch.setattr(choice.SeenSteps, "of", seen)
+
+
+def slowest_s(name: str, run: MeasuredRun) -> float:
+    slowest: float = run.computed_s.max(axis=1).mean()
+    return slowest if name == "allreduce" else 1e3
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (6, 4)], ids=["alike", "unlike"])
+def test_batches_follow_speeds_unless_the_user_wants_unlike_ones(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    """And the model goes where it goes without that."""
+    predict_by(monkeypatch, slowest_s)
+    unlike_speeds(monkeypatch)
+    draw = torch.Generator().manual_seed(5)
+    samples = torch.randn(80, 4, generator=draw, dtype=torch.float64)
+
+    def job(driver: ThreadDriver, strategy: Strategy) -> tuple[Any, ...]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        found = []
+        with session_on(driver, model, optimizer, strategy) as session:
+            loader = session.loader(samples, batch_size=sizes[driver.rank])
+            for _ in range(3):
+                for x in loader:
+                    found.append(len(x))
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert session.acting.name == "allreduce"
+            decisions = [each.after for each in session.decisions]
+            notices = session.notices
+        return found, decisions, notices, [p.detach() for p in model.parameters()]
+
+    plain = results_of(2, lambda driver: job(driver, offbeat.AllReduce()))
+    auto_ = results_of(2, lambda driver: job(driver, offbeat.Auto()))
+    for rank in range(2):
+        found, decisions, notices, parameters = auto_[rank]
+        usual = plain[rank][0]
+        if sizes == (4, 4):
+            assert found[FIRST_LOOK:] == [(6, 2)[rank]] * (len(usual) - FIRST_LOOK)
+            assert decisions == ["allreduce by speed"]
+            assert "batches have 6, 2 samples now, by rank" in notices
+        else:
+            assert found == usual
+            assert decisions == ["allreduce"]
+        assert found[:FIRST_LOOK] == usual[:FIRST_LOOK]
+        for mine, other in zip(parameters, plain[rank][-1], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=0.0)
+
+
+def test_a_loop_without_a_loader_is_told_that_batches_could_follow_speeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unlike_speeds(monkeypatch)
+    for at_work, notices, _ in choosing(monkeypatch, slowest_s, num_steps=FIRST_LOOK + 2):
+        assert set(at_work) == {"allreduce"}
+        assert any("with session.loader their batches would follow" in each for each in notices)
+
+
+def test_models_that_are_averaged_get_batches_of_the_size_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After batches have followed speeds."""
+    monkeypatch.setattr(choice, "BETWEEN_CHANGES", 0)
+    monkeypatch.setattr(choice, "EVERY", FIRST_LOOK)
+    monkeypatch.setattr(choice, "UNEXPECTED", float("-inf"))
+    unlike_speeds(monkeypatch)
+    looks = dict[str, list[float]]()
+
+    def costs(name: str, run: MeasuredRun) -> float:
+        slow = looks.setdefault(name, [])
+        slow.append(float(run.computed_s[0, 1]))
+        if name in ("localsgd", "beginning"):
+            return 1e3 if len(slow) == 1 else 1e-9
+        return slowest_s(name, run)
+
+    predict_by(monkeypatch, costs)
+
+    def job(driver: ThreadDriver) -> tuple[list[int], str]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sizes = []
+        with session_on(driver, model, optimizer, offbeat.Auto(allow="localsgd")) as session:
+            for x in session.loader(torch.zeros(400, 4).double(), batch_size=4):
+                sizes.append(len(x))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return sizes, session.acting.name
+
+    for rank, (sizes, at_work) in enumerate(results_of(2, job)):
+        assert at_work == "localsgd"
+        assert sizes[FIRST_LOOK] == (6, 2)[rank]
+        assert sizes[-1] == 4
+    # As long as a batch of 4 samples takes where one of 2 has taken .6 s.
+    assert looks["localsgd"][1] == pytest.approx(1.2)
 
 
 def test_what_has_too_little_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offbeat import LocalSGD
 from offbeat.strategies.auto import built
@@ -162,7 +164,7 @@ def test_a_step_that_mostly_waits_is_known_after_a_few() -> None:
 
 
 def test_steady_slowness_is_told_from_being_late_by_chance() -> None:
-    """Adaptive SGD would help where a rank is always slow."""
+    """Batches of other sizes would help where a rank is always slow."""
     steady, chance = np.full((12, 4), 0.1), np.full((12, 4), 0.1)
     steady[:, 2] = 0.2
     for step in range(12):
@@ -172,10 +174,49 @@ def test_steady_slowness_is_told_from_being_late_by_chance() -> None:
         seen = SeenSteps(at_work="allreduce", step_s=0.25, computed_s=computed_s)
         at_best_s = seen.at_summed_speed_s()
         assert at_best_s == (None if speeds is None else pytest.approx(4 / speeds / 10))
-        assert ("adaptive" in outlook(choice, seen)) == (speeds is not None)
+        assert seen.speeds_are_unlike() == (speeds is not None)
+        assert ("session.loader" in outlook(choice, seen)) == (speeds is not None)
+        assert "session.loader" not in outlook(choice, seen, shares_out=True)
     # What was chosen is as fast already.
     seen = SeenSteps(at_work="allreduce", step_s=0.25, computed_s=steady)
-    assert "adaptive" not in outlook(Choice("wagma", 0.13, ""), seen)
+    assert "session.loader" not in outlook(Choice("wagma", 0.13, ""), seen)
+
+
+@given(st.data())
+def test_batches_by_speed_have_as_many_samples_together_and_take_as_long(
+    data: st.DataObject,
+) -> None:
+    world_size = data.draw(st.integers(2, 6))
+    lists = st.lists(st.integers(1, 64), min_size=world_size, max_size=world_size)
+    now, slow_by = data.draw(lists), np.array(data.draw(lists))
+    room = np.array(data.draw(lists)) - 1
+    seen = SeenSteps(at_work="allreduce", step_s=1.0, computed_s=np.array(now)[None] * slow_by)
+    largest = np.array(now) + room
+    sizes = np.array(seen.by_speed(now, largest.tolist()))
+    assert sizes.sum() == sum(now)
+    assert ((sizes >= 1) & (sizes <= largest)).all()
+    # Who could have more takes as long as any other, but for a sample that cannot be divided, and
+    # the one that each has to have.
+    could = sizes < largest
+    if could.any():
+        assert ((sizes - 1) * slow_by)[sizes > 1].max(initial=0) <= (
+            (sizes + world_size) * slow_by
+        )[could].min()
+
+
+def test_a_choice_by_speed_is_worth_as_much_as_without() -> None:
+    seen = seen_of("allreduce", 1.0)
+    predicted_s = {
+        "allreduce": 1.0,
+        "gtopk": 0.9,
+        "allreduce by speed": 0.6,
+        "gtopk by speed": 0.58,
+    }
+    found = choose(seen, predicted_s, STEPS)
+    assert found.name == "allreduce by speed"
+    assert found.step_s == pytest.approx(0.6)
+    assert "allreduce by speed 600 ms, " in found.why
+    assert "gtopk by speed 580 ms x 1.1, " in found.why
 
 
 def test_it_says_what_would_change_its_mind() -> None:

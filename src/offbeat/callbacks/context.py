@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.distributed import HashStore, Store
@@ -77,6 +77,30 @@ class Notices:
         LOGGER.log(level, "rank %d: %s", self._rank, remark)
 
 
+class SharesOut(Protocol):
+    """Gives each rank its batch of each step.
+
+    Attributes:
+        asked: how many samples the user wants in a batch, by rank.
+        batch_sizes: how many are in one now, by rank; together as many as are asked for.
+        place: how many epochs, and batches of the one under way, it has given out.
+    """
+
+    @property
+    def asked(self) -> Sequence[int]: ...
+
+    @property
+    def batch_sizes(self) -> Sequence[int]: ...
+
+    @property
+    def place(self) -> tuple[int, int]: ...
+
+    def share_out(self, batch_sizes: Sequence[int]) -> None:
+        """Let batches have these sizes from the next one on. Collective: called at the same place,
+        with the same sizes, which add up to what is asked for.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """What a strategy's callbacks work with.
@@ -112,6 +136,8 @@ class Context:
             so many steps of the run. Collective: called after the same step on all ranks, and after
             each further one until it returns True. What is owed is sent in the step between, and
             models that differ become one first.
+        shared_out: what shares out the samples that training takes; None: nothing does. The same on
+            all ranks whose loops are alike.
         returns: whether this worker joins a run under way.
         num_steps: how many the run has made when callbacks are built.
         bucket_mib: the size of a bucket of gradients, > 0; None: as the strategy likes.
@@ -136,6 +162,7 @@ class Context:
     waited_s: Callable[[], float] = float
     resting: Callable[[], AbstractContextManager[None]] = nullcontext
     switch: Callable[[Any, Callback, int], bool] = lambda strategy, stays, num_steps: True
+    shared_out: Callable[[], SharesOut | None] = lambda: None
     returns: bool = False
     num_steps: int = 0
     bucket_mib: float | None = None

@@ -332,7 +332,7 @@ class LockstepLoader(Callback):
 
     Args:
         fetcher: reads batches of the dataset, which is the same on all ranks.
-        batch_sizes: asked for, by rank, each >= 1.
+        batch_sizes: asked for, by rank, each >= 1. `share_out` changes them.
         claimed: is told how many samples the next batch has, unless gradients are off.
         seed: of the order, >= 0.
         rank: this rank.
@@ -342,6 +342,9 @@ class LockstepLoader(Callback):
     Attributes:
         epoch: number of completed passes over the data.
         step: number of batches taken from the pass under way, since it was last shared out.
+        asked: the `batch_sizes` that were asked for.
+        batch_sizes: that batches have now.
+        trains: whether a batch was taken with gradients on.
     """
 
     state_key: ClassVar[str] = "lockstep_loader"
@@ -361,7 +364,9 @@ class LockstepLoader(Callback):
             self.state_key = f"{self.state_key}_{number + 1}"  # type: ignore[misc]  # each its own
         self.epoch = self.step = 0
         self._fetcher, self._num_samples = fetcher, fetcher.num_samples
-        self._batch_sizes, self._claimed = tuple(batch_sizes), claimed
+        self.asked = self.batch_sizes = tuple(batch_sizes)
+        self.trains = False
+        self._claimed = claimed
         self._seed, self._rank, self._shuffles = seed, rank, shuffles
         self._num_steps = num_steps(self._num_samples, batch_sizes)
         self._first = 0  # of the epoch's samples that this sharing out is of
@@ -380,6 +385,7 @@ class LockstepLoader(Callback):
                 # A batch that cannot be read counts as taken, so that ranks stay in step.
                 span, self.step = self._span(self.step), self.step + 1
                 if torch.is_grad_enabled():  # else it is an evaluation, which no gradient is of
+                    self.trains = True
                     self._claimed(span.end - span.begin)
                 yield next(batches)
         finally:
@@ -388,6 +394,20 @@ class LockstepLoader(Callback):
                 self.epoch, self.step, self._first = self.epoch + 1, 0, 0
                 self._batches = iter(())
                 self._fetcher.epoch_ended()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """As of `SharesOut`."""
+        return self.epoch, self.step
+
+    def share_out(self, batch_sizes: Sequence[int]) -> None:
+        """As of `SharesOut`. An epoch keeps its steps, and each step its samples, so that only their
+        division among ranks is another one.
+        """
+        assert sum(batch_sizes) == sum(self.asked), (batch_sizes, self.asked)
+        self.batch_sizes = tuple(batch_sizes)
+        if self.step < self._num_steps_left():
+            self._batches = iter(())  # what was read ahead are samples of the sizes before
 
     def has_read(self, dataset: object) -> bool:
         """Whether it has given out an epoch of `dataset`."""
@@ -410,10 +430,10 @@ class LockstepLoader(Callback):
     def _num_steps_left(self) -> int:
         """How many steps the samples from `_first` on have."""
         left = self._num_samples - self._first
-        return num_steps(left, self._batch_sizes) if left else 0
+        return num_steps(left, self.batch_sizes) if left else 0
 
     def _span(self, step: int) -> SampleRange:
-        return spans_of(self._num_samples - self._first, self._batch_sizes, step)[self._rank]
+        return spans_of(self._num_samples - self._first, self.batch_sizes, step)[self._rank]
 
     @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -422,7 +442,8 @@ class LockstepLoader(Callback):
                 "epoch": self.epoch,
                 "step": self.step,
                 "first": self._first,
-                "batch_sizes": list(self._batch_sizes),
+                "batch_sizes": list(self.asked),
+                "shared_out": list(self.batch_sizes),
                 "order": self._order,
             }
         }
@@ -443,10 +464,12 @@ class LockstepLoader(Callback):
         self._batches = iter(())
         before = tuple(map(int, saved["batch_sizes"]))
         left = self._num_samples - self._first
-        if left and before != self._batch_sizes:
+        if before == self.asked:
+            self.batch_sizes = tuple(map(int, saved["shared_out"]))
+        elif left:
             left -= left * self.step // num_steps(left, before)
             # Each rank needs a sample in a step.
-            left = max(left, len(self._batch_sizes)) if left else 0
+            left = max(left, len(self.asked)) if left else 0
             self._first, self.step = self._num_samples - left, 0
 
     @override

@@ -10,7 +10,9 @@ done first.
     correct what is not computing by what the prediction of the strategy at work was wrong by
     cost = predicted step, in the mean of the coming 2,000, x steps to equal quality, with the
         uncertainty of both
-    the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty
+    the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty;
+        where ranks compute at unlike speeds, and `session.loader` shares samples out, strategies
+        that exchange gradients come with batches that follow the speeds
     every 250 steps: look again if steps take another time than expected, at least 500 steps after
         the last change
 
@@ -32,6 +34,9 @@ with WAGMA, since they have lost the connections over which they would choose; a
 back takes part in WAGMA.
 With more than 64 ranks nothing is predicted, and AllReduce stays. Adaptive SGD is no candidate:
 its ranks take unequal numbers of steps, which schedulers of a loop that is under way cannot follow.
+Its batches that follow speeds are what candidates have of it: an epoch keeps its steps, a step its
+samples, and gradients are averaged over samples, so that they are the same but for rounding, and
+what a layer sees of a whole batch.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -68,8 +73,10 @@ from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy, parse_spec
 from offbeat.strategies.choice import (
+    BY_SPEED,
     CANDIDATES,
     SETTLING,
+    USABLE,
     SeenSteps,
     Standing,
     StepsToEqual,
@@ -215,6 +222,30 @@ class _Predicted(NamedTuple):
     averages: float
 
 
+class _BatchSizes(NamedTuple):
+    """Of the ranks, in samples of a step; together always as many.
+
+    Attributes:
+        asked: what the user wants.
+        now: what the steps had that were seen.
+        by_speed: with which all ranks would compute for as long, or `now`.
+    """
+
+    asked: tuple[int, ...]
+    now: tuple[int, ...]
+    by_speed: tuple[int, ...]
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """With which the strategy called `name` was predicted."""
+        if name.endswith(BY_SPEED):
+            return self.by_speed
+        return self.asked if built(name).replicas_differ else self.now
+
+    def divided(self, run: MeasuredRun, sizes: tuple[int, ...]) -> MeasuredRun:
+        """What was measured, if batches had had these sizes."""
+        return replace(run, computed_s=run.computed_s * (np.array(sizes) / np.array(self.now)))
+
+
 class Chooser(Callback):
     """Measures steps, and lets another strategy take over. It stays when one does, and gets events
     behind that one's callbacks.
@@ -358,6 +389,7 @@ class Chooser(Callback):
                 "optimizer_s": median(step.optimizer_s for step in self._seen),
                 "ready_s": self._ready_s,
                 "num_samples": self._num_samples,
+                "shared_out": self._shares(),
                 "processors_s": median(step.processors_s for step in self._seen),
                 "places": self._context.island.gather(_place(device)),
             }
@@ -370,13 +402,14 @@ class Chooser(Callback):
         if not standing.is_news(seen.step_s) or (standing.is_early and not seen.mostly_waits()):
             return
         measured, predicted = str(seen), dict[str, _Predicted]()
+        sizes = self._batch_sizes(said, seen)
         if not seen.hardly_waits():
             run = self._measured(said, seen)
             measured += f"; {run.links()}"
             counts = [each["num_samples"] for each in said]
-            if are_unlike := max(counts) > _LIKE * min(counts):
+            if are_unlike := max(counts) > _LIKE * min(counts) and sizes is None:
                 measured += "; their batches are unlike, and averages of models count them alike"
-            predicted = self._predict(run, said, weighs=are_unlike)
+            predicted = self._predict(run, said, sizes, weighs=are_unlike)
         averages = {name: one.averages for name, one in predicted.items()}
         choice = choose(
             seen,
@@ -384,11 +417,19 @@ class Chooser(Callback):
             self._auto.steps(self._context.optimizer, averages),
             {name: one.coming_s for name, one in predicted.items()},
         )
+        name = choice.name.removesuffix(BY_SPEED)
+        if sizes is not None:
+            self._share_out(sizes.of(choice.name))
         verb = "stays with" if choice.name == seen.at_work else "goes over to"
         for remark in (
             f"auto, step {standing.num_steps}: {measured}",
             f"auto {verb} {choice.name}; {choice.why}",
-            outlook(choice, seen, looks_again=self._may_look(choice.name)),
+            outlook(
+                choice,
+                seen,
+                looks_again=self._may_look(name),
+                shares_out=self._context.shared_out() is not None,
+            ),
         ):
             self._context.notices.inform(remark)
         standing.expected_s = choice.step_s
@@ -400,15 +441,59 @@ class Chooser(Callback):
                 why=f"{measured}; {choice.why}",
             )
         )
-        if choice.name != seen.at_work:
-            standing.wanted = choice.name
-            if hasattr(built(choice.name), "clip_norm"):
+        if name != seen.at_work:
+            standing.wanted = name
+            if hasattr(built(name), "clip_norm"):
                 self._context.notices.inform(
-                    f"{choice.name} clips before it selects entries: a loop that calls"
+                    f"{name} clips before it selects entries: a loop that calls"
                     " torch.nn.utils.clip_grad_norm_ is to call session.clip_grad_norm_ in its"
                     " place, as offbeat run and integrations do"
                 )
             self._change()
+
+    def _shares(self) -> dict[str, Any] | None:
+        """What shares samples out, and how many this rank can have in the place of one."""
+        loader = self._context.shared_out()
+        if loader is None:
+            return None
+        device = next(iter(self._context.parameters.values())).device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        growth = 1 + USABLE * free_bytes(device) / peak if peak else float(sum(loader.asked))
+        return {
+            "asked": [*loader.asked],
+            "now": [*loader.batch_sizes],
+            "place": [*loader.place],
+            "growth": growth,
+        }
+
+    def _batch_sizes(
+        self, said: Sequence[Mapping[str, Any]], seen: SeenSteps
+    ) -> _BatchSizes | None:
+        """None unless ranks share out the samples of the same step, of which the user wants all of
+        them to have as many, and average over samples.
+        """
+        shares = [each["shared_out"] for each in said]
+        if not all(shares) or not built(seen.at_work).weighs_samples:
+            return None
+        first = shares[0]
+        is_alike = all(each["place"] == first["place"] for each in shares)
+        if not is_alike or max(first["asked"]) > _LIKE * min(first["asked"]):
+            return None
+        now, by_speed = tuple(first["now"]), tuple(first["now"])
+        if seen.speeds_are_unlike():
+            largest = [int(size * each["growth"]) for size, each in zip(now, shares, strict=True)]
+            by_speed = seen.by_speed(now, largest)
+        return _BatchSizes(tuple(first["asked"]), now, by_speed)
+
+    def _share_out(self, sizes: tuple[int, ...]) -> None:
+        loader = self._context.shared_out()
+        if loader is not None and sizes != tuple(loader.batch_sizes):
+            loader.share_out(sizes)
+            said = ", ".join(map(str, sizes))
+            self._context.notices.inform(f"batches have {said} samples now, by rank")
+            self._standing.changed_at = self._standing.num_steps
+            self._seen.clear()
+            self._to_settle, self._num_samples = SETTLING, 0
 
     def _gather(self, mine: Any) -> list[Any]:
         """What every rank says; of an island, what the ranks like its first one do."""
@@ -465,7 +550,12 @@ class Chooser(Callback):
         )
 
     def _predict(
-        self, run: MeasuredRun, said: Sequence[Mapping[str, Any]], *, weighs: bool
+        self,
+        run: MeasuredRun,
+        said: Sequence[Mapping[str, Any]],
+        sizes: _BatchSizes | None,
+        *,
+        weighs: bool,
     ) -> dict[str, _Predicted]:
         """By candidate. Collective: each rank simulates some of them. `weighs`: samples must count
         alike, and not batches.
@@ -494,9 +584,17 @@ class Chooser(Callback):
                 f"auto leaves {', '.join(too_large)} out, for which"
                 f" {free_bytes / 1e9:.3g} GB of free memory may be too little"
             )
+        runs = dict.fromkeys(possible, run)
+        if sizes is not None:
+            for name, strategy in possible.items():
+                if strategy.replicas_differ:
+                    runs[name] = sizes.divided(run, sizes.asked)
+                elif sizes.by_speed != sizes.now:
+                    runs[name + BY_SPEED] = sizes.divided(run, sizes.by_speed)
         mine: dict[str, _Predicted] = {}
-        for number, (name, strategy) in enumerate(possible.items()):
-            candidate = CANDIDATES[name]
+        for number, (key, run) in enumerate(runs.items()):
+            name = key.removesuffix(BY_SPEED)
+            strategy, candidate = possible[name], CANDIDATES[name]
             if number % context.driver.world_size == context.driver.rank and name not in too_large:
                 try:
                     predicted = predict(strategy, run, period=candidate.period)
@@ -513,9 +611,9 @@ class Chooser(Callback):
                         f"auto leaves {name} out, since predicting failed: {error!r}"
                     )
                     continue
-                mine[name] = _Predicted(step_s, coming_s, predicted.exchanges)
-        found = {name: one for theirs in self._gather(mine) for name, one in theirs.items()}
-        return {name: _Predicted(*found[name]) for name in possible if name in found}
+                mine[key] = _Predicted(step_s, coming_s, predicted.exchanges)
+        found = {key: one for theirs in self._gather(mine) for key, one in theirs.items()}
+        return {key: _Predicted(*found[key]) for key in runs if key in found}
 
     def _change_together(self) -> None:
         """`_change`, unless one of ranks that go on without it has died since they looked."""

@@ -6,11 +6,14 @@ correct what is not computing by what the prediction of the strategy at work was
 cost = predicted step, in the mean of the coming 2,000, x steps to equal quality, with the
     uncertainty of both
 the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty
+
+Where ranks compute at unlike speeds, and share out a step's samples, gradients are averaged over
+samples: then the division of a step that all compute for as long costs nothing of its worth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -43,12 +46,18 @@ BESIDE_S: Final = 1e-8
 MOST_WAITING: Final = 0.75
 """The share of waiting from which on a step says enough after `EARLY_LOOK`, and costs too much."""
 
+BY_SPEED: Final = " by speed"
+"""Behind the name of a strategy whose ranks have as many samples of a step as their speeds ask for."""
+
+_ROUNDED: Final = 1e-6
 _UNEVEN: Final = 1.25
+"""How many times as long one rank computes as another for their speeds to be unlike."""
 
 _PAUSE: Final = 5.0
 """A step in which a rank computes so many times as long as it does in others is not looked at."""
 
-_FREE_MEMORY: Final = 0.8
+USABLE: Final = 0.8
+"""Of the memory that is free."""
 
 
 class StepsToEqual(NamedTuple):
@@ -102,7 +111,7 @@ class Candidate:
     def fits(self, num_elements: int, moments: int, *, free_bytes: float) -> bool:
         """Whether a rank with so many parameters and moments of each has the memory for it."""
         of_each = self.bytes_per_parameter + self.bytes_per_moment * moments
-        return of_each * num_elements < _FREE_MEMORY * free_bytes
+        return of_each * num_elements < USABLE * free_bytes
 
     def on_processors_s(
         self, step_s: float, num_elements: int, *, processors_s: float, cores: float
@@ -246,17 +255,46 @@ class SeenSteps:
         """As a share of a step."""
         return 1 - self.mean_computed_s / self.step_s
 
+    def speeds_are_unlike(self) -> bool:
+        """Whether a rank is steadily slower than another. One that is late by chance takes no longer
+        than others in its fastest step.
+        """
+        each_s = np.median(self.computed_s, axis=0), self.computed_s.min(axis=0)
+        return all(seconds.max() >= _UNEVEN * seconds.min() > 0 for seconds in each_s)
+
     def at_summed_speed_s(self) -> float | None:
-        """A step if batches followed the ranks' speeds, and none waited; None where no rank is
-        steadily slower than another.
+        """A step if batches followed the ranks' speeds, and none waited; None where speeds are alike.
 
         >>> computed_s = np.array([[1.0, 3.0], [1.0, 3.0], [9.0, 3.0]])
         >>> SeenSteps(at_work="allreduce", step_s=4.0, computed_s=computed_s).at_summed_speed_s()
         1.5
         """
         usual_s = np.median(self.computed_s, axis=0)
-        is_uneven = usual_s.max() >= _UNEVEN * usual_s.min() > 0
-        return float(len(usual_s) / np.sum(1 / usual_s)) if is_uneven else None
+        return float(len(usual_s) / np.sum(1 / usual_s)) if self.speeds_are_unlike() else None
+
+    def by_speed(self, batch_sizes: Sequence[int], largest: Sequence[int]) -> tuple[int, ...]:
+        """How many samples of a step each rank should have, for all of them to compute for as long.
+
+        Args:
+            batch_sizes: of the steps that were seen, by rank.
+            largest: what each rank can have, not less than what it has.
+
+        >>> computed_s = np.array([[1.0, 3.0], [1.0, 3.0], [9.0, 3.0]])
+        >>> seen = SeenSteps(at_work="allreduce", step_s=4.0, computed_s=computed_s)
+        >>> seen.by_speed([32, 32], [99, 99]), seen.by_speed([32, 32], [40, 99])
+        ((48, 16), (40, 24))
+        """
+        speeds = np.array(batch_sizes) / np.median(self.computed_s, axis=0)
+        most, total = np.array(largest, dtype=np.float64), sum(batch_sizes)
+        # What a rank cannot have is shared out among the others, whom that may fill, too.
+        is_full = np.zeros(len(speeds), dtype=np.bool_)
+        while True:
+            rest = (total - most[is_full].sum()) * speeds / speeds[~is_full].sum()
+            sizes = np.where(is_full, most, rest)
+            over = sizes > most + _ROUNDED
+            if not over.any():
+                return _in_whole_samples(sizes, total)
+            is_full |= over
 
     def __str__(self) -> str:
         late = self.computed_s.mean(axis=0).argmax()
@@ -267,11 +305,21 @@ class SeenSteps:
         )
 
 
+def _in_whole_samples(sizes: NDArray[np.float64], total: int) -> tuple[int, ...]:
+    """Numbers near `sizes`, each at least 1, which add up to `total`."""
+    whole = np.maximum(1, np.floor(sizes + _ROUNDED)).astype(np.int64)
+    while (missing := total - int(whole.sum())) > 0:
+        whole[(sizes - whole).argmax()] += 1
+    for _ in range(-missing):  # somebody has 1 who should have less
+        whole[whole.argmax()] -= 1
+    return tuple(whole.tolist())
+
+
 class Choice(NamedTuple):
     """What should be at work.
 
     Attributes:
-        name: of the strategy.
+        name: of the strategy, perhaps with `BY_SPEED`.
         step_s: what a step of it should take.
         why: in a sentence or two.
     """
@@ -319,8 +367,9 @@ def cheapest(
     """
     margin = max(LEAST_MARGIN, abs(predicted_s[seen.at_work] / seen.step_s - 1))
     costs_s = {
-        name: seconds * steps[name].mean * (1 + margin + steps[name].uncertainty)
+        name: seconds * worth.mean * (1 + margin + worth.uncertainty)
         for name, seconds in predicted_s.items()
+        for worth in [steps[name.removesuffix(BY_SPEED)]]
     }
     costs_s[seen.at_work] = seen.step_s * steps[seen.at_work].mean
     return min(costs_s, key=lambda name: (costs_s[name], name != seen.at_work))
@@ -336,7 +385,8 @@ def choose(
 
     Args:
         seen: of what is at work.
-        predicted_s: steps by strategy, as they were simulated; none where a step hardly waits.
+        predicted_s: steps by strategy, as they were simulated; none where a step hardly waits. A
+            name may have `BY_SPEED`, beside the one at work too.
         steps: to equal quality, by strategy.
         coming_s: of those whose `HORIZON` steps are not like later ones, their mean.
     """
@@ -351,15 +401,25 @@ def choose(
     predicted_s = corrected(predicted_s, seen)
     name = cheapest(seen, coming_s, steps)
     others = ", ".join(
-        f"{other} {ms(seconds)}" + (f" x {steps[other].mean:.3g}" if steps[other].mean != 1 else "")
+        f"{other} {ms(seconds)}" + (f" x {worth:.3g}" if worth != 1 else "")
         for other, seconds in sorted(coming_s.items(), key=lambda item: item[1])
+        for worth in [steps[other.removesuffix(BY_SPEED)].mean]
     )
     step_s = seen.step_s if name == seen.at_work else predicted_s[name]
     return Choice(name, step_s, f"predicted for a step: {others}")
 
 
-def outlook(choice: Choice, seen: SeenSteps, *, looks_again: bool = True) -> str:
-    """What would change it, and what could be better that is no candidate."""
+def outlook(
+    choice: Choice, seen: SeenSteps, *, looks_again: bool = True, shares_out: bool = False
+) -> str:
+    """What would change it, and what could be better that is no candidate.
+
+    Args:
+        choice: what it is.
+        seen: of what was at work.
+        looks_again: whether anybody will see a change.
+        shares_out: whether ranks share out a step's samples, so that candidates could do it by speed.
+    """
     if not looks_again:
         said = f"auto will not look again, since islands keep no step with {choice.name}"
     else:
@@ -370,10 +430,10 @@ def outlook(choice: Choice, seen: SeenSteps, *, looks_again: bool = True) -> str
             f" {ms(choice.step_s)}, which it sees every {EVERY} steps{earliest}"
         )
     at_best_s = seen.at_summed_speed_s()
-    if at_best_s is not None and _UNEVEN * at_best_s < choice.step_s:
+    if not shares_out and at_best_s is not None and _UNEVEN * at_best_s < choice.step_s:
         said += (
-            f". Ranks compute at unlike speeds: adaptive, whose batches follow them, takes"
-            f" {ms(at_best_s)} at best, but has to be named from the start, with session.loader"
+            ". Ranks compute at unlike speeds: batches of session.loader would follow them, and take"
+            f" {ms(at_best_s)} at best"
         )
     return said
 
