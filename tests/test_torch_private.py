@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +35,7 @@ from offbeat.torch_private import (
     new_gloo_backend,
     new_gloo_device,
     new_nccl_backend,
+    only_makes_state,
     stored_entries,
     tensors_in,
     unscales_gradients_itself,
@@ -329,3 +331,13 @@ def test_each_tensor_of_a_list_is_copied_and_divided_as_it_would_be_alone() -> N
     torch.testing.assert_close(targets, alone, rtol=0, atol=0)
     for_each("copy_", [], [])
     for_each("div_", [], [])
+
+
+def test_a_step_that_makes_state_for_a_checkpoint_is_told_from_one_of_training() -> None:
+    model, told = torch.nn.Linear(2, 1), list[bool]()
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: told.append(only_makes_state()))
+    get_optimizer_state_dict(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert told == [True, False]

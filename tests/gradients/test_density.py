@@ -313,3 +313,11 @@ def test_a_strategy_sends_more_while_its_optimizers_rate_rises() -> None:
     few, many = math.ceil(0.01 * SIZE), math.ceil(DENSITY * SIZE)
     assert trained([0.1, 0.2, 0.3], "auto") == [few, many, many]
     assert trained([0.1, 0.2, 0.3], None) == [few] * 3
+
+
+def test_a_rise_that_began_early_raises_the_density_to_its_end() -> None:
+    """As over the thousands of steps in which large models warm up."""
+    rates = [0.001 * step for step in range(1, 2 * LIMIT)]
+    found = densities([*rates, *[rates[-1]] * 100])
+    raised = [place for place, density in enumerate(found) if density == DENSITY]
+    assert raised == list(range(1, len(rates) - 1 + HOLD))

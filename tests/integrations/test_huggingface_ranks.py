@@ -179,3 +179,40 @@ def test_accelerate(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert found["allreduce"]["model"] == pytest.approx(found["ddp"]["model"], abs=1e-6)
     assert found["allreduce"]["exchanges"] == 6
     assert found["resumed"]["model"] == found["at once"]["model"] != found["half"]["model"]
+
+
+def two_sessions(rank: int, world_size: int, *, directory: str) -> list[bool]:
+    as_launched(rank, world_size)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    only_ours_are_errors()
+    accelerator, running = Accelerator(cpu=True), []
+    for width in (1, 2):
+        model = torch.nn.Linear(8, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        strategy = offbeat.TopK(density=0.1, warmup=None)
+        running.append(attach(accelerator, model, optimizer, strategy))
+        accelerator.backward(model(torch.ones(2, 8) + rank).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def owed() -> list[dict[str, torch.Tensor]]:
+        states = [each.session.state_dict()["callbacks"] for each in running]
+        return [dict(each["gradients"]["additive"]) for each in states]
+
+    before = owed()
+    accelerator.save_state(f"{directory}/two")
+    accelerator.wait_for_everyone()
+    accelerator.load_state(f"{directory}/two")
+    found = [
+        all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(before, owed(), strict=True)
+    ]
+    for each in running:
+        each.close()
+    return found
+
+
+def test_each_of_two_sessions_has_its_own_state(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for found in run_ranks(two_sessions, 2, timeout_s=270, directory=str(tmp_path)):
+        assert found == [True, True]

@@ -394,3 +394,15 @@ def test_a_gradient_that_is_not_finite_stays_in_its_step() -> None:
     model(x).sum().backward()
     assert all(increment.packed.isfinite().all() for increment in take_all(capture, blocks))
     capture.remove()
+
+
+def test_the_mode_of_a_model_does_not_decide_what_is_seen() -> None:
+    """Models are fine-tuned in the mode for evaluation, too."""
+    model, x = small_net(), torch.randn(3, 2, 4, 4)
+
+    def train() -> None:
+        model(x).square().sum(1).mean().backward()
+
+    expected = increments(model, train)
+    model.eval()
+    assert_same(increments(model, train), expected)

@@ -53,3 +53,15 @@ def test_a_rate_for_plain_gradients_trains_with_a_floor_and_hardly_without() -> 
     plain = trained(offbeat.AllReduce())
     assert trained(offbeat.SPDKFAC()) > 3 * plain
     assert trained(offbeat.SPDKFAC(grafting="floor")) < 1.25 * plain
+
+
+@pytest.mark.parametrize("kind", [offbeat.SPDKFAC, offbeat.DPKFAC])
+def test_what_another_optimizer_steps_has_plain_gradients(kind: type[Any]) -> None:
+    net, plain = make_net(), make_net()
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.5)
+    with offbeat.attach(net, optimizer, kind(kl_clip=None)):
+        loss_of(net, batch_of(0, 0)).backward()
+        optimizer.step()
+    loss_of(plain, batch_of(0, 0)).backward()
+    torch.testing.assert_close(net[5].weight.grad, plain[5].weight.grad)
+    assert not torch.allclose(net[0].weight.grad, plain[0].weight.grad)

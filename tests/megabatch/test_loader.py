@@ -600,6 +600,67 @@ def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -
     ]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("change_after", [0, 3, 6, 7, 9])
+def test_in_step_samples_are_divided_otherwise_and_steps_stay_as_they_are(
+    change_after: int, num_workers: int
+) -> None:
+    """An epoch has 7 steps of 8 samples."""
+
+    def steps(driver: Driver, sizes: Sequence[int] | None) -> tuple[list[list[int]], int]:
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters())
+        found: list[list[int]] = []
+        data = torch.utils.data.DataLoader(
+            numbers(56), batch_size=4, shuffle=True, num_workers=num_workers
+        )
+        with session_on(driver, net, optimizer, offbeat.AllReduce()) as session:
+            loader = session.loader(data)
+            assert isinstance(loader, LockstepLoader)
+            for _ in range(2):
+                for (x,) in loader:
+                    found.append(step(net, optimizer, x))
+                    if sizes and len(found) == change_after:
+                        loader.share_out(sizes)
+            return found, loader.epoch
+
+    usual = results_of(2, lambda driver: steps(driver, None))
+    changed = results_of(2, lambda driver: steps(driver, (7, 1)))
+    assert [epochs for _, epochs in usual + changed] == [2] * 4
+
+    def of_steps(ranks: Sequence[tuple[list[list[int]], int]]) -> list[list[int]]:
+        pairs = zip(*(found for found, _ in ranks), strict=True)
+        return [[index for batch in pair for index in batch] for pair in pairs]
+
+    assert of_steps(changed) == of_steps(usual)
+    has_changed = change_after > 0
+    assert [len(batch) for batch in changed[0][0]] == [
+        7 if has_changed and number >= change_after else 4 for number in range(14)
+    ]
+
+
+def test_in_step_a_resumed_run_divides_samples_as_the_one_before() -> None:
+    def rest(driver: Driver, state: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[int]]:
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters())
+        with session_on(driver, net, optimizer, offbeat.AllReduce()) as session:
+            loader = session.loader(numbers(56), batch_size=4)
+            assert isinstance(loader, LockstepLoader)
+            if state is not None:
+                session.load_state_dict(state)
+            batches = iter(loader)
+            found = step(net, optimizer, next(batches)[0])
+            if state is None:
+                loader.share_out((7, 1))
+                return copy.deepcopy(session.state_dict()), found
+            return {}, found + [index for (x,) in batches for index in step(net, optimizer, x)]
+
+    begun = results_of(2, lambda driver: rest(driver, None))
+    ended = results_of(2, lambda driver: rest(driver, begun[driver.rank][0]))
+    assert [len(found) for _, found in begun + ended] == [4, 4, 42, 6]
+    assert sorted(index for _, found in begun + ended for index in found) == list(range(56))
+
+
 def test_in_step_each_loader_of_a_session_resumes_at_its_own_place(attached: Make) -> None:
     states: list[dict[str, Any]] = []
     for _ in range(2):
@@ -693,3 +754,18 @@ def test_a_state_of_the_middle_of_a_mega_batch_goes_through_a_distributed_checkp
     session.load_state_dict(state["session"])
     seen += [index for (x,) in loader for index in step(net, optimizer, x)]
     assert sorted(seen) == list(range(48))
+
+
+def test_a_gradient_that_no_rank_steps_with_need_not_be_finite(attached: Make) -> None:
+    """In the first steps, in which gradients are averaged."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=40))
+    seen: list[int] = []
+    for number, (x,) in enumerate(session.loader(numbers(40), batch_size=4)):
+        optimizer.zero_grad()
+        loss = (net(x / 100) - 1).square().mean()
+        (loss * torch.nan if number == 1 else loss).backward()
+        seen += x.flatten().int().tolist()
+        if number != 1:
+            optimizer.step()
+    assert sorted(seen) == list(range(40))
+    assert net.weight.isfinite().all()

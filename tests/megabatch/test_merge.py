@@ -995,3 +995,22 @@ def test_a_sparse_gradient_of_a_vector_is_averaged_where_all_its_elements_have_o
         assert rank.dense.grad is not None
         assert rank.dense.grad.is_sparse
         assert rank.dense.grad.to_dense().tolist() == [2.0, 2.0]
+
+
+def test_steps_of_one_that_has_finished_are_in_the_merge_of_those_who_go_on() -> None:
+    """No loader gives them out again."""
+    ranks = make_ranks(2)
+    for rank in ranks:
+        rank.begin_at_zero()
+    ranks[1].rows.detach().fill_(8.0)
+
+    def go_on_and_finish() -> None:
+        ranks[0].protocol.merge(report_of(0, updates=1, since_merge=1))
+        ranks[0].protocol.finish(report_of(0))
+
+    calls: list[Callable[[], Any]] = [
+        go_on_and_finish,
+        lambda: ranks[1].protocol.finish(report_of(1, updates=3, since_merge=3)),
+    ]
+    together(ranks, calls)
+    assert [rank.rows.unique().tolist() for rank in ranks] == [[6.0]] * 2

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -953,3 +954,43 @@ def test_a_model_that_is_frozen_for_now_is_attached_when_it_trains(
     step(critic, optimizer)
     assert script.heard.optimizers == [optimizer]
     assert not caplog.records
+
+
+def test_state_that_is_made_for_a_checkpoint_is_no_step_of_training(stack: ExitStack) -> None:
+    script = Script(offbeat.TopK(density=0.1, warmup=None), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    get_optimizer_state_dict(ddp, optimizer)
+    for _ in range(2):
+        step(ddp, optimizer)
+    owed = script.session.gauges()["residual_norm"]
+    get_optimizer_state_dict(ddp, optimizer)
+    assert script.session.gauges()["residual_norm"] == owed > 0
+    assert script.session.stats.steps == script.session.stats.exchanges == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sends"), [(offbeat.Auto(), True), (offbeat.LocalSGD(period=2), False)]
+)
+def test_ddp_sends_its_buffers_while_replicas_are_alike(
+    stack: ExitStack, strategy: Strategy, sends: bool
+) -> None:
+    Script(strategy, stack)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(2):
+        step(ddp, optimizer)
+    assert ddp.broadcast_buffers == sends
+
+
+def test_a_script_that_clips_in_two_halves_is_followed_too(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=0.1, warmup=None), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for size in (1e-3, 1e3, 1e-3):
+        (size * ddp(X)).sum().backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in ddp.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(ddp.parameters(), 1.0, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert script.session.gauges()["residual_norm"] < 1.1

@@ -202,3 +202,17 @@ def test_where_a_script_writes_after_each_step_the_mean_is_evaluated(
     first, second = results_of(2, job)
     assert all(map(torch.equal, first, second))
     assert not caplog.records
+
+
+def test_own_steps_that_are_lost_by_what_a_script_writes_over_the_mean_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def job(driver: ThreadDriver) -> None:
+        with evaluating(driver) as (model, evaluation):
+            for _ in range(2):
+                evaluation.mode_changed(training=False)
+                write(model, [value + 1 for value in held(model)])
+                evaluation.mode_changed(training=True)
+
+    results_of(2, job)
+    assert caplog.text.count("own steps since the last average are gone") == 2  # once on each rank

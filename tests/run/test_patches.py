@@ -76,6 +76,7 @@ PLACES: list[tuple[object, str]] = [
     (torch.optim.Optimizer, "__init__"),
     (torch.amp.GradScaler, "__init__"),
     (torch.amp.GradScaler, "scale"),
+    (torch.nn.utils, "clip_grads_with_norm_"),
     (torch.amp.GradScaler, "step"),
     (torch.nn.Module, "train"),
     (torch.Tensor, "backward"),

@@ -135,3 +135,17 @@ def test_other_ends_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="finish must be .*average.*keep.*, got 'mean'"):
         offbeat.attach(model, optimizer, offbeat.LocalSGD(), finish="mean")
+
+
+def test_a_script_that_exits_well_has_not_failed_where_a_finally_clause_closes() -> None:
+    session, heard = attached()
+
+    def train() -> None:
+        try:
+            raise SystemExit(0)
+        finally:
+            session.close()
+
+    with pytest.raises(SystemExit):
+        train()
+    assert heard == ["finish", "close"]

@@ -376,3 +376,14 @@ def test_a_state_is_resumed_where_a_modules_name_holds_a_slash() -> None:
         session.load_state_dict(saved)
         states = [each["callbacks"]["sharded_steps"] for each in (session.state_dict(), saved)]
         assert_close(*states)
+
+
+def test_what_another_optimizer_has_stepped_is_refused() -> None:
+    net = attended()
+    first = torch.optim.SGD([net.first.weight], lr=0.1)
+    second = torch.optim.AdamW([p for p in net.parameters() if p is not net.first.weight])
+    with offbeat.attach(net, second, offbeat.DeAR()):
+        loss_of(net, 0, 0).backward()
+        first.step()
+        with pytest.raises(UnsupportedError, match=r"'first\.weight' .* another optimizer"):
+            second.step()

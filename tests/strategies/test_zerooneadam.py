@@ -372,3 +372,23 @@ def test_what_cannot_be_is_refused() -> None:
         offbeat.attach(net, torch.optim.SGD(net.parameters()), offbeat.ZeroOneAdam())
     with pytest.raises(ConfigError, match="period .* of at least 1"):
         offbeat.ZeroOneAdam(period=0)
+
+
+def test_what_another_optimizer_steps_is_averaged_as_it_is() -> None:
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        net = torch.nn.ModuleList([Net(), Net()])
+        adam = torch.optim.AdamW(net[0].parameters(), lr=0.01)
+        other = torch.optim.SGD(net[1].parameters(), lr=0.1)
+        with session_on(driver, net, adam, offbeat.ZeroOneAdam(freeze_step=5, period=1)):
+            for step in range(8):
+                for each in net:
+                    (each.weight * gradient_of(driver.rank, step)).sum().backward()
+                other.step()
+                adam.step()
+                net.zero_grad()
+            return net[1].weight.detach().clone()
+
+    first, second = results_of(2, job)
+    mean = sum(gradient_of(rank, step) for rank in range(2) for step in range(8)) / 2
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, Net().weight.detach() - 0.1 * mean)

@@ -332,6 +332,10 @@ class TakeMean:
         """How far each parameter has moved from the anchor."""
         raise NotImplementedError
 
+    def whole(self) -> list[torch.Tensor]:
+        """Parameters that are in no `changes`: they travel as they are, and become the mean."""
+        return []
+
     def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
         """The parameters hold the mean; or it is the anchor plus the mean of `changes`."""
 
@@ -629,7 +633,7 @@ class MeanOfAll(WeightExchange):
             changes = self._changes.mean()
             self.encode_s += self._changes.encode_s - spent_s
             # Statistics travel as they are: a difference could take them out of their range.
-            tensors = self._weights.statistics()
+            tensors = [*self.rule.whole(), *self._weights.statistics()]
         if tensors:
             self.encode_s += average_(tensors, tensors, driver=driver, stream=stream, weight=1.0)
         self._weights.average_counters_(driver, stream)

@@ -63,6 +63,7 @@ class Callback:
         averages_models: whether `average_into` gives the mean of all living ranks' models.
         averages_alone: whether `average_into` needs no call on the other ranks.
         averages_unconnected: whether it does so although the session has no other rank.
+        holds_state: whether it keeps the optimizer's state between steps.
         start_step: the step at which this rank came in, for one that joined a run which was under
             way; else 0.
     """
@@ -73,6 +74,7 @@ class Callback:
     averages_models: bool = False
     averages_alone: bool = False
     averages_unconnected: bool = False
+    holds_state: bool = False
     start_step: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

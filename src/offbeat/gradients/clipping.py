@@ -37,6 +37,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_
 
 from offbeat.errors import ConfigError
 
@@ -142,7 +143,5 @@ def clip_gradients_(
     )
     if agree_on is not None:
         norm = norm.new_tensor(agree_on(float(norm)))
-    torch.nn.utils.clip_grads_with_norm_(
-        with_gradient, max_norm, norm, foreach=False if has_sparse else None
-    )
+    clip_grads_with_norm_(with_gradient, max_norm, norm, foreach=False if has_sparse else None)
     return float(norm)

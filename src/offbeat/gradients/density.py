@@ -150,7 +150,9 @@ class RisingRate:
         """Take the learning rate of exchange number `exchange`. May be called again in the same
         exchange. Returns whether the first warm-up begins.
         """
-        rises = 0.0 < self.rate < rate and exchange < LIMIT
+        # One that began before `LIMIT` goes on: the warm-up of a large model takes many more.
+        may_rise = exchange < LIMIT or exchange < self.until
+        rises = may_rise and 0.0 < self.rate < rate
         begins = rises and self.until == 0
         if rises:
             self.until = exchange + HOLD

@@ -18,8 +18,10 @@ With FSDP2 the model is divided inside an island, and the strategy trains betwee
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +48,9 @@ except ImportError as error:
 
 STATE_DIRECTORY = "offbeat"
 """In a directory that Accelerate saves its state in."""
+
+_NUMBERS: Final[WeakKeyDictionary[accelerate.Accelerator, set[int]]] = WeakKeyDictionary()
+"""Of the sessions that are open with each; the first one has 0."""
 
 
 class IslandsConfig(ParallelismConfig):
@@ -124,6 +129,9 @@ class AcceleratedSession(FrameworkSession):
     ) -> None:
         super().__init__(session, model, optimizer)
         self._state = accelerator.state
+        self._numbers = _NUMBERS.setdefault(accelerator, set())
+        self._number = next(number for number in count() if number not in self._numbers)
+        self._numbers.add(self._number)
         self._handles: list[Any] = [
             accelerator.register_save_state_pre_hook(self._saves),
             accelerator.register_load_state_pre_hook(self._loads),
@@ -131,6 +139,8 @@ class AcceleratedSession(FrameworkSession):
 
     @override
     def close(self, error: BaseException | None = None) -> None:
+        if self._handles:  # another session may have the number already when this is called again
+            self._numbers.discard(self._number)
         while self._handles:
             self._handles.pop().remove()
         super().close(error)
@@ -138,12 +148,16 @@ class AcceleratedSession(FrameworkSession):
     def _saves(self, models: object, weights: object, directory: str) -> None:
         if is_sharded(self.model):
             refuse_mixed_files(self._state, self.session.strategy)
-        save_state(Path(directory) / STATE_DIRECTORY, self.state_to_save(), tag="")
+        save_state(self._directory(directory), self.state_to_save(), tag="")
 
     def _loads(self, models: object, directory: str) -> None:
         if is_sharded(self.model):
             make_state(self.model, self.optimizer)
-        load_state(Path(directory) / STATE_DIRECTORY, self.session, tag="")
+        load_state(self._directory(directory), self.session, tag="")
+
+    def _directory(self, directory: str) -> Path:
+        """Of this session's state: sessions are attached in the same order when a run resumes."""
+        return Path(directory) / f"{STATE_DIRECTORY}{f'-{self._number}' if self._number else ''}"
 
 
 def attach(

@@ -132,9 +132,10 @@ class Preconditioner:
             for parameter in group["params"]
         }
         live = [
-            InvertedBlock(block, pair, lr_of.get(id(block.weight), 0.0), index)
+            InvertedBlock(block, pair, lr_of[id(block.weight)], index)
             for index, (block, pair) in enumerate(zip(self._blocks, self._pairs, strict=True))
-            if index not in retired
+            # How far another optimizer steps is not known, so that nothing could limit its steps.
+            if index not in retired and id(block.weight) in lr_of
         ]
         if self._plan.by_owner:
             self.last_nu = self._precondition_by_owners(live)

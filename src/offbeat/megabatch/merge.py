@@ -138,14 +138,15 @@ class MergeOutcome:
     @property
     def parties(self) -> list[bool]:
         """By position: whether the member's own model is in what was done."""
-        return [proposal.kind == self.kind and not proposal.is_new for proposal in self.proposals]
+        return [proposal.is_party_to(self.kind) for proposal in self.proposals]
 
     @property
     def reference_member(self) -> int:
-        """The position of the first member whose model is in what was done. Where members must take
-        something from one of them, they take it from this one.
+        """The position of the first member that goes on, and whose model is in what was done. Where
+        members must take something from one of them, they take it from this one.
         """
-        return self.parties.index(True)
+        goes_on = [each.kind == self.kind and not each.is_new for each in self.proposals]
+        return goes_on.index(True)
 
     @property
     def reference(self) -> MergeProposal:
@@ -247,7 +248,11 @@ class MergeProtocol:
         """
         self.rows.note_sparse_gradients()
         sparse = sorted(self.rows.sparse)
-        gradients = [*map(dense_gradient, self._parameters)]
+        # What a loop has left without a step is nobody's, and need not be finite.
+        gradients = [
+            dense_gradient(each) if takes_step else torch.zeros_like(each)
+            for each in self._parameters
+        ]
         has_gradient = [takes_step and p.grad is not None for p in self._parameters]
         snapshot = ModelSnapshot(
             report=report,
@@ -300,7 +305,8 @@ class MergeProtocol:
             outcome = self._take_at_once(self.freeze(report), "finish")
             if outcome.kind == "finish":
                 break
-            if outcome.kind in ("merge", "step"):  # by either, what it has done is in all models
+            # By either, what it has done is in all models, or a loader gives it out again.
+            if outcome.kind in ("merge", "step"):
                 report = replace(report, since_merge=0)
         # All members hold the same proposals, so that they conclude the same.
         # One that is new and has not finished is not among them: it hears that the run is over.
@@ -528,7 +534,7 @@ class MergeProtocol:
             rows_known_since=None if is_new else snapshot.rows_known_since,
             sparse=snapshot.sparse,
             touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
-            states=snapshot.presence if kind in ("merge", "step") else (),
+            states=snapshot.presence if kind in ("merge", "step", "finish") else (),
             payload=payload,
         )
         return _OwnProposal(proposal=proposal, model=snapshot, touched=touched)

@@ -119,6 +119,15 @@ class MergeProposal:
     def rank(self) -> int:
         return self.report.rank
 
+    def is_party_to(self, kind: ProposalKind | None) -> bool:
+        """Whether this member's own model is in what members do. In a merge that of one that has
+        finished is, too, where no loader gives out again what it has done since the last one.
+        """
+        report = self.report
+        brings_steps = self.kind == "finish" and report.base is None and report.since_merge > 0
+        takes_part = self.kind == kind or (kind == "merge" and brings_steps)
+        return takes_part and not self.is_new
+
     def to_bytes(self) -> bytes:
         # `asdict` would copy each of the claims first.
         return json.dumps(self, default=_fields_of).encode()

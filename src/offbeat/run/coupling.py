@@ -39,7 +39,7 @@ from offbeat.run.step_recorder import ExchangeSession
 from offbeat.session.session import Adopted, Session
 from offbeat.session.state import reshard
 from offbeat.strategies.base import Strategy
-from offbeat.torch_private import is_in_flat_parameter
+from offbeat.torch_private import is_in_flat_parameter, only_makes_state
 from offbeat.transport.connect import is_returning
 
 LOGGER = logging.getLogger("offbeat")
@@ -155,10 +155,12 @@ class _Wrapped(NamedTuple):
     Attributes:
         adopted: what all ranks have taken of rank 0's model.
         trained: the parameters that DDP would exchange, whether or not they are frozen later on.
+        sends_buffers: whether rank 0's buffers are sent before each forward pass.
     """
 
     adopted: Adopted = "nothing"
     trained: Sequence[torch.nn.Parameter] = ()
+    sends_buffers: bool = False
 
 
 class _ScalerInUse(torch.amp.GradScaler):
@@ -248,7 +250,8 @@ class ScriptSessions(ScriptListener):
         self.num_ddp_models += 1
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         adopted: Adopted = "model" if ddp.broadcast_buffers else "parameters"
-        self._wrapped[ddp] = _Wrapped(adopted if copied else "nothing", trained)
+        sends = ddp.broadcast_buffers
+        self._wrapped[ddp] = _Wrapped(adopted if copied else "nothing", trained, sends)
         if self._recipe.replicas_differ:
             # Rank 0's buffers would replace all ranks' in each forward pass, and tie them together.
             ddp.broadcast_buffers = False
@@ -418,6 +421,10 @@ class ScriptSessions(ScriptListener):
             coupled.evaluation.training_goes_on()
         if isinstance(coupled.session, Session):
             ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
+            if isinstance(ddp, DistributedDataParallel) and ddp in self._wrapped:
+                # Those of Auto are alike at first, and it may go over to a strategy whose are not.
+                differ = coupled.session.acting.replicas_differ
+                ddp.broadcast_buffers = self._wrapped[ddp].sends_buffers and not differ
 
     def _couple(self, ddp: DistributedDataParallel | ShardedModule) -> _Coupled | None:
         """The session of a model that is about to train, which is attached if there is none."""
@@ -543,6 +550,8 @@ class ScriptSessions(ScriptListener):
 
     @override
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        if only_makes_state():
+            return
         is_coupled = False
         for coupled in self._coupled:
             if coupled.has_any_of(_parameters_of(optimizer)):

@@ -55,6 +55,13 @@ _NUM_SAMPLED: Final = 8
 
 LOGGER = logging.getLogger("offbeat")
 
+_OVER_MEAN: Final = (
+    "the script has written into the parameters while they held the mean of all ranks' models: this"
+    " rank trains on from that, and its own steps since the last average are gone. What writes there"
+    " for an evaluation, such as optimizer.eval() or a moving average, is to do so before"
+    " model.eval(), and to undo it after model.train()"
+)
+
 
 class EvaluationWeights(SessionObserver):
     """The mean for one attached model.
@@ -78,7 +85,7 @@ class EvaluationWeights(SessionObserver):
         # What the last step has left, and what the one before had left and the last one has found.
         self._left: list[torch.Tensor] = []
         self._between: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self._has_told_of_writing = False
+        self._has_told_of_writing = self._has_told_of_loss = False
         self._loaded_since_step: dict[str, torch.Tensor] | None = None
         self._num_steps = 0
         self._rest = ExitStack()
@@ -117,7 +124,9 @@ class EvaluationWeights(SessionObserver):
         """Put this rank's own weights back where the mean is in their place."""
         if self._own is not None:
             own, mean = self._own
-            self._write(own, over=mean)
+            if not (self._write(own, over=mean) or self._has_told_of_loss):
+                self._has_told_of_loss = True
+                LOGGER.warning("%s", _OVER_MEAN)
             self._own = None
         self._rest.close()
 
@@ -227,12 +236,18 @@ class EvaluationWeights(SessionObserver):
     @torch.no_grad()
     def _write(
         self, values: Mapping[str, torch.Tensor], over: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """`over`: what a tensor has to hold to be written; None: anything."""
+    ) -> bool:
+        """`over`: what a tensor has to hold to be written; None: anything. Returns whether each
+        parameter was.
+        """
+        are_written = True
         for name, tensor in self._session.tensors().items():
             if over is None or torch.equal(local_of(tensor), local_of(over[name])):
                 tensor.copy_(values[name])
+            elif isinstance(tensor, torch.nn.Parameter):
+                are_written = False
         reshard_modules(self._model)
+        return are_written
 
 
 def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -29,8 +29,9 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
 - `Tensor.backward`: the tensor that it is called on is the loss, for the record.
-- `torch.nn.utils.clip_grad_norm_`: where entries are selected within `backward()`, what it shortens
-  comes back from the residual. It becomes the strategy's `clip_norm`.
+- `torch.nn.utils.clip_grad_norm_`, and its second half `clip_grads_with_norm_`: where entries are
+  selected within `backward()`, what it shortens comes back from the residual. It becomes the
+  strategy's `clip_norm`.
 - `torch.nn.utils.clip_grad_value_`: it is refused there, since that cannot be done before entries
   are selected.
 - `torch.distributed.destroy_process_group`: sessions end before the default group does; and groups
@@ -200,10 +201,12 @@ def patched(
         put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener, exchanges))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
+        clip_with_norm = _clip_with_norm(torch.nn.utils.clip_grads_with_norm_, listener)
         clip_value = _clip_value(torch.nn.utils.clip_grad_value_, listener)
         for module in (torch.nn.utils, clip_grad):
             put(module, "clip_grad_norm_", clip)
             put(module, "clip_grad_value_", clip_value)
+            put(module, "clip_grads_with_norm_", clip_with_norm)
         kept: list[dist.ProcessGroup | None] = []
         stack.callback(kept.clear)
         destroy = _destroy(dist.destroy_process_group, listener, kept)
@@ -395,6 +398,22 @@ def _clip(original: Callable[..., Any], listener: ScriptListener) -> Callable[..
         return original(given, max_norm, norm_type, *args, **kwargs) if norm is None else norm
 
     return clip_grad_norm_
+
+
+def _clip_with_norm(original: Callable[..., None], listener: ScriptListener) -> Callable[..., None]:
+    @wraps(original)
+    def clip_grads_with_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        given = _listed(parameters)
+        # Nobody is told of which kind the norm is; usually it is the Euclidean one.
+        if listener.clips(given, float(max_norm), 2.0) is None:
+            original(given, max_norm, *args, **kwargs)
+
+    return clip_grads_with_norm_
 
 
 def _clip_value(original: Callable[..., None], listener: ScriptListener) -> Callable[..., None]:

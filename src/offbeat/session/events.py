@@ -55,6 +55,7 @@ from offbeat.torch_private import (
     current_backward_pass,
     inside_transform,
     is_compiled_module,
+    only_makes_state,
     tensors_in,
 )
 from offbeat.transport.driver import Driver
@@ -145,7 +146,7 @@ class EventDispatcher:
         self._callbacks = callbacks
         self._listening: dict[str, tuple[Callback, ...]] = {}
         self._num_listening = -1
-        self.num_steps = 0
+        self.num_steps, self._makes_state = 0, False
         self._known = {id(parameter) for parameter in model.parameters()}
         self._frozen = frozen
         self._has_scaler = has_scaler
@@ -351,6 +352,12 @@ class EventDispatcher:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # One that makes state for a checkpoint is no step of training, and perhaps one rank's alone.
+        self._makes_state = only_makes_state() and not any(
+            callback.holds_state for callback in self._callbacks
+        )
+        if self._makes_state:
+            return None
         self.report_failed_pass()
         self._refuse_added(optimizer)
         self._watch = None
@@ -394,6 +401,8 @@ class EventDispatcher:
 
     @_plainly
     def _after_step(self, *_: Any) -> None:
+        if self._makes_state:
+            return
         self.num_steps += 1
         for callback in self._those_with("on_after_step"):
             callback.on_after_step()

@@ -222,6 +222,7 @@ class Session:
             waited_s=self._traffic.counting.waited_s,
             resting=self.resting,
             switch=self._switch,
+            shared_out=self._shared_out,
             returns=returns,
             bucket_mib=bucket_mib,
             replica_check_interval=replica_check_interval,
@@ -657,6 +658,12 @@ class Session:
         self._act_by(strategy, stays, num_steps=num_steps)
         return True
 
+    def _shared_out(self) -> LockstepLoader | None:
+        """The loader that training takes its batches from; None where there is none, or several."""
+        loaders = [each for each in self._callbacks if isinstance(each, LockstepLoader)]
+        training = [each for each in loaders if each.trains]
+        return training[0] if len(training) == 1 else None
+
     def _become_one(self) -> None:
         """Give all ranks the same model, and the same state of the optimizer. Collective."""
         if self.averages_alone:
@@ -916,7 +923,9 @@ class Session:
         if self._closed:
             return
         error = sys.exception()
-        if error is not None and error is not self._handled_before:
+        if isinstance(error, SystemExit) and not error.code:
+            self._end(average=False)  # as at the end of a `with` block
+        elif error is not None and error is not self._handled_before:
             if self.acting.replicas_differ and self.world_size > 1:
                 self._notices.notify(
                     f"the session was closed while {type(error).__name__} is handled, so this rank"

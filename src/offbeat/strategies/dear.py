@@ -212,6 +212,7 @@ class ShardedSteps(Callback):
     """
 
     state_key: ClassVar[str] = "sharded_steps"
+    holds_state = True
 
     def __init__(self, buckets: Sequence[Bucket], counts: ExchangeCounts, context: Context) -> None:
         assert context.optimizer is not None
@@ -226,6 +227,8 @@ class ShardedSteps(Callback):
         self._sharded = {id(p) for bucket in buckets for p in bucket.parameters}
         self._arriving: dict[int, tuple[Pending[torch.Tensor], list[int]]] = {}
         self._groups: list[list[torch.nn.Parameter]] | None = None  # None: between steps
+        # By name, the versions of those that the optimizer does not have, after the last backward.
+        self._others = dict[str, int]()
         self._has_warned = False
         self._unhook = self._optimizer.register_state_dict_post_hook(self._warn).remove
 
@@ -246,6 +249,13 @@ class ShardedSteps(Callback):
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:
         self._watch.look()
+        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        self._others = {
+            name: version_of(parameter)
+            for bucket in self._buckets
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+            if id(parameter) not in stepped
+        }
 
     def norm_over_ranks(self, norm: float) -> float:
         """The norm of the mean, of whose parts each rank knows one's, to clip it by. Collective."""
@@ -254,6 +264,14 @@ class ShardedSteps(Callback):
 
     @override
     def on_before_update(self) -> None:
+        named = chain.from_iterable(zip(b.names, b.parameters, strict=True) for b in self._buckets)
+        for name, parameter in named:
+            if self._others.get(name, version_of(parameter)) != version_of(parameter):
+                raise UnsupportedError(
+                    f"parameter {name!r} was changed between backward() and optimizer.step(), as by"
+                    " another optimizer, which finds this rank's part of its gradient alone; put"
+                    " all parameters into groups of one optimizer, or use offbeat.AllReduce()"
+                )
         self._watch.look_if_new()  # it may have joined its peers' exchange just now
         if self._watch.compare():
             raise UnsupportedError(
@@ -279,6 +297,7 @@ class ShardedSteps(Callback):
     def on_after_step(self) -> None:
         self._watch.step_ended()
         self._put_back()
+        self._others.clear()
         # The next forward pass needs those first that backward has reached last.
         for b in reversed(range(len(self._buckets))):
             self._launch(b)
@@ -333,6 +352,8 @@ class ShardedSteps(Callback):
                     " offbeat.AllReduce()"
                 )
             parameter.detach().copy_(view)
+            if name in self._others:
+                self._others[name] = version_of(parameter)
 
     # State
 

@@ -230,7 +230,7 @@ class LocalAdam(Callback, TakeMean):
         updates = self._num_steps in self._schedule.updates
         self._num_steps += 1
         if updates:
-            tensors, peers = [*gradients.values()], self._peers
+            tensors, peers = [*gradients.values(), *self.whole()], self._peers
             average_(tensors, tensors, driver=peers.driver, stream=peers.stream, weight=1.0)
         for name, group in groups.items():
             self._step(name, gradients[name], group, updates=updates)
@@ -277,6 +277,12 @@ class LocalAdam(Callback, TakeMean):
         square = self._state(name, group)["exp_avg_sq"]
         # Where there was no update yet all of it is 0, whatever its number.
         return divisor_of(square, max(1, self._updates_of[name]), group)
+
+    @override
+    def whole(self) -> list[torch.Tensor]:
+        """What the optimizer does not have: another one may step it, on each rank for itself."""
+        groups = self._groups()
+        return [p for name, p in self._parameters.items() if name not in groups and p.requires_grad]
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:

@@ -289,3 +289,14 @@ def test_a_rank_that_rests_has_ended_its_step(shared: SharedModel) -> None:
     assert mine.fresh
     shared.resume()
     assert shared.await_step(5)
+
+
+def test_a_rank_that_rests_does_so_in_the_next_generation_too(shared: SharedModel) -> None:
+    shared.rest()
+    shared.begin_generation()
+    assert not shared.await_step(4)
+    mine = shared.contribute(4)
+    assert mine is not None
+    assert mine.fresh
+    shared.resume()
+    assert shared.await_step(5)

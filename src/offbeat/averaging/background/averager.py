@@ -176,9 +176,8 @@ class BackgroundCallback(Callback):
 
     @override
     def on_rest(self) -> None:
-        if self._model.has_begun:
-            self._model.rest()
-            self._progress.end_step()
+        self._model.rest()
+        self._progress.end_step()
 
     @override
     def on_resume(self) -> None:

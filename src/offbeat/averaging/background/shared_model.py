@@ -151,7 +151,7 @@ class SharedModel:
         self._rule: MergeRule | None = None
         self._counters = no_counters()
         self.step = self._num_since = self.epoch = self.steps_behind = 0
-        self._replaced = self._expelled = self._is_final = False
+        self._replaced = self._expelled = self._is_final = self._rests = False
         self._error: Exception | None = None
         self._reset()
 
@@ -164,7 +164,7 @@ class SharedModel:
         self._invited: int | None = None
         self._arrival: int | None = None  # the version, until it is closed
         self._has_quorum = False
-        self._trainer_waits = False
+        self._trainer_waits = self._rests
         self._credit = 0
         self._awaited: int | None = None
         self._steps: dict[int, int] = {}
@@ -296,12 +296,12 @@ class SharedModel:
         version.
         """
         with self._changed:
-            self._trainer_waits = True
+            self._rests = self._trainer_waits = True
 
     def resume(self) -> None:
         """The trainer computes again."""
         with self._changed:
-            self._trainer_waits = False
+            self._rests = self._trainer_waits = False
 
     def wait_for_late(self, timeout_s: float) -> Set[int]:
         """Wait until this rank may begin another step.
