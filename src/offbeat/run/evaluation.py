@@ -57,8 +57,8 @@ LOGGER = logging.getLogger("offbeat")
 
 _OVER_MEAN: Final = (
     "the script has written into the parameters while they held the mean of all ranks' models: this"
-    " rank trains on from that, and its own steps since the last average are gone. What writes there"
-    " for an evaluation, such as optimizer.eval() or a moving average, is to do so before"
+    " rank trains on from that, and its own steps since the last average are gone. What writes"
+    " there for an evaluation, such as optimizer.eval() or a moving average, is to do so before"
     " model.eval(), and to undo it after model.train()"
 )
 

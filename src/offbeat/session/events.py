@@ -352,7 +352,7 @@ class EventDispatcher:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # One that makes state for a checkpoint is no step of training, and perhaps one rank's alone.
+        # One that makes state for a checkpoint is no step of training, and perhaps of one rank.
         self._makes_state = only_makes_state() and not any(
             callback.holds_state for callback in self._callbacks
         )

@@ -401,7 +401,7 @@ class LockstepLoader(Callback):
         return self.epoch, self.step
 
     def share_out(self, batch_sizes: Sequence[int]) -> None:
-        """As of `SharesOut`. An epoch keeps its steps, and each step its samples, so that only their
+        """As of `SharesOut`. An epoch keeps its steps, and a step its samples, so that only their
         division among ranks is another one.
         """
         assert sum(batch_sizes) == sum(self.asked), (batch_sizes, self.asked)

@@ -47,7 +47,7 @@ MOST_WAITING: Final = 0.75
 """The share of waiting from which on a step says enough after `EARLY_LOOK`, and costs too much."""
 
 BY_SPEED: Final = " by speed"
-"""Behind the name of a strategy whose ranks have as many samples of a step as their speeds ask for."""
+"""Behind the name of a strategy whose ranks share the samples of a step out by their speeds."""
 
 _ROUNDED: Final = 1e-6
 _UNEVEN: Final = 1.25
@@ -256,14 +256,14 @@ class SeenSteps:
         return 1 - self.mean_computed_s / self.step_s
 
     def speeds_are_unlike(self) -> bool:
-        """Whether a rank is steadily slower than another. One that is late by chance takes no longer
-        than others in its fastest step.
+        """Whether a rank is steadily slower than another. One that is late by chance takes no
+        longer than others in its fastest step.
         """
         each_s = np.median(self.computed_s, axis=0), self.computed_s.min(axis=0)
         return all(seconds.max() >= _UNEVEN * seconds.min() > 0 for seconds in each_s)
 
     def at_summed_speed_s(self) -> float | None:
-        """A step if batches followed the ranks' speeds, and none waited; None where speeds are alike.
+        """A step if batches followed speeds, and no rank waited; None where speeds are alike.
 
         >>> computed_s = np.array([[1.0, 3.0], [1.0, 3.0], [9.0, 3.0]])
         >>> SeenSteps(at_work="allreduce", step_s=4.0, computed_s=computed_s).at_summed_speed_s()
@@ -418,7 +418,7 @@ def outlook(
         choice: what it is.
         seen: of what was at work.
         looks_again: whether anybody will see a change.
-        shares_out: whether ranks share out a step's samples, so that candidates could do it by speed.
+        shares_out: whether ranks share out a step's samples, so that candidates could by speed.
     """
     if not looks_again:
         said = f"auto will not look again, since islands keep no step with {choice.name}"
@@ -432,8 +432,8 @@ def outlook(
     at_best_s = seen.at_summed_speed_s()
     if not shares_out and at_best_s is not None and _UNEVEN * at_best_s < choice.step_s:
         said += (
-            ". Ranks compute at unlike speeds: batches of session.loader would follow them, and take"
-            f" {ms(at_best_s)} at best"
+            ". Ranks compute at unlike speeds: batches of session.loader would follow them, and"
+            f" take {ms(at_best_s)} at best"
         )
     return said
 
