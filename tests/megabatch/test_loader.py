@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -102,6 +103,14 @@ def test_an_order_belongs_to_a_seed_and_an_epoch() -> None:
     assert len(set(orders)) == 4
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert orders[0] == tuple(order_of(50, seed=0, epoch=0))
+
+
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_an_order_takes_four_bytes_a_sample(shuffles: bool) -> None:
+    expected = np.random.default_rng((3, 1)).permutation(50) if shuffles else np.arange(50)
+    order = order_of(50, seed=3, epoch=1, shuffles=shuffles)
+    assert order.tolist() == expected.tolist()
+    assert order.nbytes == 4 * 50
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 40, 57])
