@@ -363,6 +363,17 @@ def test_the_rate_is_that_of_a_batch_where_several_are_accumulated_or_one_is_lef
     assert rates == [0.8] * 3
 
 
+def test_a_merge_before_the_first_step_is_no_sign_of_a_loop_without_steps(attached: Make) -> None:
+    """As where a rank accumulates gradients, and is merged with others that have stepped."""
+    net, _, session = attached(offbeat.AdaptiveSGD(mega_batch=2, warmup=0, overlap=False))
+    session.on_merge(lambda: net.weight.detach().add_(1))
+    for (x,) in session.loader(numbers(8), batch_size=1):
+        net(x).sum().backward()
+    session.close()
+    assert session.stats.exchanges == 4
+    assert not any("was not stepped" in notice for notice in session.notices)
+
+
 @pytest.mark.parametrize(("scaling", "kind"), [("sqrt", "SGD"), ("auto", "AdamW")])
 def test_the_rate_may_follow_the_root_of_the_size(attached: Make, scaling: Any, kind: str) -> None:
     strategy = offbeat.AdaptiveSGD(mega_batch=1, rate_scaling=scaling)

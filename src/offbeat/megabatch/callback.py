@@ -532,7 +532,12 @@ class MegaBatchCallback(Callback):
 
     @override
     def counters(self) -> dict[str, float]:
-        return {"exchanges": self._protocol.num_exchanges, "encode_s": self._protocol.encode_s}
+        protocol = self._protocol
+        return {
+            "exchanges": protocol.num_exchanges,
+            "encode_s": protocol.encode_s,
+            "merges": protocol.num_merges,
+        }
 
     # One merge
 
