@@ -302,7 +302,9 @@ def _by_steps(path: Path, kind: type[L], name: str) -> list[L]:
             line = build(kind, values)
         except MALFORMED as error:
             raise RecordError(f"{path}, line {number}, is no {name} at {error}") from None
-        found = [earlier for earlier in found if earlier.step < line.step] + [line]
+        while found and found[-1].step >= line.step:
+            found.pop()
+        found.append(line)
     return found
 
 

@@ -384,6 +384,36 @@ def test_a_rank_of_another_world_remembers_what_an_old_one_does(world_size: int)
         assert torch.equal(squares(state), squares(states[rank % 2]))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weight_decay_that_ranks_have_left_out_keeps_its_mean_in_another_world(
+    world_size: int,
+) -> None:
+    """Rank 1 has used the parameter in none of the steps."""
+
+    def job(driver: ThreadDriver, saved: list[dict[str, Any]]) -> dict[str, Any]:
+        net = torch.nn.ParameterList([torch.ones(20)])
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.002, weight_decay=0.02)
+        strategy = offbeat.GTopK(density=0.05, collective="all_gather", warmup=None)
+        with session_on(driver, net, optimizer, strategy) as session:
+            if saved:
+                session.load_state_dict(offbeat.reshard(saved, driver.world_size, driver.rank))
+            for _ in range(0 if saved else 4):
+                if driver.rank == 0:
+                    net[0].sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return session.state_dict()
+
+    def left_out(states: list[dict[str, Any]]) -> float:
+        parts = [state["callbacks"]["gradient_transform"] for state in states]
+        return sum(float(part["additive"]["undecayed"]) for part in parts) / len(parts)
+
+    states = results_of(2, partial(job, saved=[]))
+    assert left_out(states) > 0
+    resumed = results_of(world_size, partial(job, saved=states))
+    assert left_out(resumed) == pytest.approx(left_out(states))
+
+
 @pytest.mark.filterwarnings("ignore::offbeat.errors.OffbeatWarning")
 def test_a_skipped_step_leaves_no_trace() -> None:
     def job(driver: ThreadDriver, fails: bool) -> torch.Tensor:

@@ -26,15 +26,23 @@ from thread_support.world import ThreadDriver, results_of
 
 
 class Run:
-    """Ranks that merge when they are told to, after as many updates as they are told."""
+    """Ranks that merge when they are told to, after as many updates as they are told; or, where no
+    loader `feeds` them, as their own loops step.
+    """
 
     def __init__(
-        self, ranks: Sequence[int], *, scaling: RateScaling = "auto", kind: str = "SGD"
+        self,
+        ranks: Sequence[int],
+        *,
+        scaling: RateScaling = "auto",
+        kind: str = "SGD",
+        feeds: bool = True,
     ) -> None:
         self.callbacks: dict[int, MegaBatchCallback] = {}
         self.groups: dict[int, AtomicGroup] = {}
         self.notices = Notices(rank=0)
-        self._scaling, self._kind = scaling, kind
+        self.told: list[int] = []  # a rank for each mega-batch that it hears of
+        self._scaling, self._kind, self._feeds = scaling, kind, feeds
         self._store = HashStore()
         self._numbers = itertools.count()
         self.begin(ranks)
@@ -62,8 +70,9 @@ class Run:
             self.groups[rank].begin(generation, driver.rank, driver)
             if rank not in self.callbacks:
                 self.callbacks[rank] = self._callback(rank, len(ranks))
-                self.callbacks[rank].feed(4, dict.fromkeys(ranks))
-            elif new:
+                if self._feeds:
+                    self.callbacks[rank].feed(4, dict.fromkeys(ranks))
+            elif new and self._feeds:
                 self._merge(rank, (updates or {}).get(rank, 0), ends)
 
         results_of(len(ranks), begin)
@@ -99,6 +108,7 @@ class Run:
             new_stream=lambda: Stream(0),
             notices=self.notices,
             optimizer=getattr(torch.optim, self._kind)([weight], lr=0.1),
+            on_merge=[lambda: self.told.append(rank)],
         )
         return MegaBatchCallback(
             context,
@@ -112,6 +122,17 @@ class Run:
             ),
             group=self.groups[rank],
         )
+
+    def step(self, steps: Mapping[int, int]) -> None:
+        """Each rank takes as many steps of its own loop as `steps` says."""
+        ranks = sorted(steps)
+
+        def loop(driver: ThreadDriver) -> None:
+            rank = ranks[driver.rank]
+            for _ in range(steps[rank]):
+                self.callbacks[rank].on_after_step()
+
+        results_of(len(ranks), loop)
 
     def sizes(self) -> list[tuple[int, ...]]:
         return [callback.batch_sizes for _, callback in sorted(self.callbacks.items())]
@@ -147,6 +168,22 @@ def test_one_that_was_left_out_does_not_count_what_it_had_done_before(ends: bool
     if not ends:
         run.merge(everyone(1), ends=True)
     assert run.sizes() == [(4, 4, 4)] * 3
+
+
+def test_one_that_was_left_out_counts_mega_batches_and_not_each_merge_that_it_has_missed() -> None:
+    """Loops of the ranks' own merge after one step, one more, three more and six more. No
+    mega-batch ends then, which has 83 steps of three ranks.
+    """
+    run = Run([0, 1, 2], feeds=False)
+    run.step(everyone(2))
+    run.groups[2].expelled()
+    run.begin([0, 1])
+    run.step(everyone(3, ranks=2))
+    run.begin([0, 1, 2])
+    run.step({0: 6, 1: 6, 2: 1})
+    states = [callback.state_dict()["replicated"] for callback in run.callbacks.values()]
+    assert [(state["num_merges"], state["merged_at"]) for state in states] == [(4, 11)] * 3
+    assert not run.told
 
 
 @pytest.mark.parametrize("lost", [(), ("updates", "busy_s", "missed_rounds")], ids=["new", "old"])

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -102,6 +103,14 @@ def test_an_order_belongs_to_a_seed_and_an_epoch() -> None:
     assert len(set(orders)) == 4
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert orders[0] == tuple(order_of(50, seed=0, epoch=0))
+
+
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_an_order_takes_four_bytes_a_sample(shuffles: bool) -> None:
+    expected = np.random.default_rng((3, 1)).permutation(50) if shuffles else np.arange(50)
+    order = order_of(50, seed=3, epoch=1, shuffles=shuffles)
+    assert order.tolist() == expected.tolist()
+    assert order.nbytes == 4 * 50
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 40, 57])
@@ -352,6 +361,17 @@ def test_the_rate_is_that_of_a_batch_where_several_are_accumulated_or_one_is_lef
             optimizer.step()
             optimizer.zero_grad()
     assert rates == [0.8] * 3
+
+
+def test_a_merge_before_the_first_step_is_no_sign_of_a_loop_without_steps(attached: Make) -> None:
+    """As where a rank accumulates gradients, and is merged with others that have stepped."""
+    net, _, session = attached(offbeat.AdaptiveSGD(mega_batch=2, warmup=0, overlap=False))
+    session.on_merge(lambda: net.weight.detach().add_(1))
+    for (x,) in session.loader(numbers(8), batch_size=1):
+        net(x).sum().backward()
+    session.close()
+    assert session.stats.exchanges == 4
+    assert not any("was not stepped" in notice for notice in session.notices)
 
 
 @pytest.mark.parametrize(("scaling", "kind"), [("sqrt", "SGD"), ("auto", "AdamW")])

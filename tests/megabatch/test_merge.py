@@ -530,6 +530,19 @@ def test_one_that_is_new_comes_in_by_a_merge_and_not_by_what_its_peers_agree_on(
     assert ranks[1].state == ranks[0].state
 
 
+def test_one_that_comes_in_by_a_merge_in_the_place_of_a_step_counts_one_exchange() -> None:
+    ranks = make_ranks(2, new=[1])
+    ranks[0].rows.grad = torch.ones(20, 3)
+
+    def step_and_merge() -> None:
+        ranks[0].protocol.step(report_of(0, updates=1), takes_step=True)
+        ranks[0].protocol.merge(report_of(0, updates=1, since_merge=1))
+
+    together(ranks, [step_and_merge, lambda: ranks[1].protocol.step(report_of(1), takes_step=True)])
+    assert ranks[1].state == ranks[0].state
+    assert ranks[1].protocol.num_merges == ranks[1].protocol.num_exchanges == 1
+
+
 def test_one_that_is_new_hears_that_the_run_has_ended() -> None:
     ranks = make_ranks(2, new=[1])
     outcomes, _ = together(

@@ -15,7 +15,7 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run import step_recorder
+from offbeat.run import recording, step_recorder
 from offbeat.run.coordination import Coordinator
 from offbeat.run.local_worker import description_of_end
 from offbeat.run.plan import script_command, script_config
@@ -293,6 +293,34 @@ def test_losses_of_what_is_trained_between_two_sessions_are_in_no_step(tmp_path:
             recorder.loss_seen(torch.tensor(5.0), 1.0)
     recorder.end()
     assert [event.loss for event in Record(path).events(0)] == [1.0, 1.0]
+
+
+def test_of_a_long_run_without_a_metric_few_means_of_the_loss_stay_equally_far_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the last one, which the summary has."""
+    monkeypatch.setattr(recording, "MOST_LOSSES", 4)
+    path = recorded_run(tmp_path)
+    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        for step in range(1, 111):
+            recorder.loss_seen(torch.tensor(float(step)), 1.0)
+            model(torch.ones(5, 2)).sum().backward()
+            optimizer.step()
+    recorder.end()
+    record = Record(path)
+    assert [(e.step, e.metric) for e in record.evaluations()] == [
+        (40, 35.5),
+        (80, 75.5),
+        (110, 105.5),
+    ]
+    summary = record.summary()
+    assert summary is not None
+    assert (summary.metric_name, summary.metric) == ("training loss", 105.5)
 
 
 def test_losses_of_another_model_are_in_no_step(tmp_path: Path) -> None:

@@ -153,8 +153,9 @@ class Callback:
 
     def counters(self) -> Mapping[str, float]:
         """Totals so far, summed over callbacks: "exchanges", "skipped_steps", "encode_s" (seconds),
-        and of entries on which an eye is kept "watched_entries_sent" and "age_of_watched_entries"
-        (exchanges that they waited, added up).
+        "merges" (of models, for which the optimizer need not be stepped), and of entries on which
+        an eye is kept "watched_entries_sent" and "age_of_watched_entries" (exchanges that they
+        waited, added up).
         """
         return {}
 

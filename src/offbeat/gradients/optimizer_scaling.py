@@ -276,13 +276,20 @@ class OptimizerScaling(GradientTransform):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # A rank that is new goes on with what an old one knows.
+        # A rank that is new goes on with what an old one knows, and has left no decay out.
         counts = {name: torch.tensor(self._counted(of)) for name, of in _COUNTS.items()}
-        local = {**counts, **self._named()}
-        return {"local": local, **super().state_dict()}
+        replicated = super().state_dict()["replicated"] | {"world_size": self._driver.world_size}
+        return {
+            "additive": {"undecayed": counts["undecayed"]},
+            "local": {"steps": counts["steps"], **self._named()},
+            "replicated": replicated,
+        }
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """With another number of ranks than before the mean of the decay that they have left out is
+        preserved, and not its sum: it comes with gradients, of which there is a mean.
+        """
         super().load_state_dict(state)
         is_taken = state["replicated"]["is_taken"]
         if is_taken and not self._moments:
@@ -293,9 +300,10 @@ class OptimizerScaling(GradientTransform):
             self._watch.buckets.clear()
             return
         self._state_is_loaded = True
-        local = state["local"]
+        local, share = state["local"], self._driver.world_size / state["replicated"]["world_size"]
+        counts = {"steps": local["steps"], "undecayed": state["additive"]["undecayed"] * share}
         for name, of in _COUNTS.items():
-            found = local[name].expand(len(self._counted(of))).tolist()
+            found = counts[name].expand(len(self._counted(of))).tolist()
             for moments in self._moments.values():
                 of(moments)[:] = [found[index] for index in moments.bucket.indices]
         for name, view in self._named().items():

@@ -476,9 +476,8 @@ class MegaBatchCallback(Callback):
         first = self._plan.samples_of_round(num_ranks * then, num_ranks, base=1)
         if first is not None and self._momentum is None:  # a merge's momentum is of whole ones
             period = min(whole, first // num_ranks)
-        was_new = self.group.is_new
-        if was_new or now - then >= period:
-            num_merges = self._protocol.num_merges
+        if self.group.is_new or now - then >= period:
+            merges_before = self._protocol.num_merges
             self._merge_now()
             if not self.shares_equally:
                 self._notices.warn(
@@ -488,9 +487,11 @@ class MegaBatchCallback(Callback):
                     " first, as by LocalSGD; take batches from session.loader(DataLoader or"
                     " dataset), made before the first step"
                 )
-            # One that was left out has missed as many merges as the others have made.
-            count = self._protocol.num_merges - num_merges
-            self.mega_batches_merged(count if was_new else now // whole - then // whole)
+            # One that was left out is as far as its peers now: it has missed as many merges as they
+            # have made, of which most of the first ones end no mega-batch.
+            now = self._steps_before + self._merged_at_step
+            count = min(self._protocol.num_merges - merges_before, now // whole - then // whole)
+            self.mega_batches_merged(count)
 
     @override
     def on_finish(self) -> None:
@@ -531,7 +532,12 @@ class MegaBatchCallback(Callback):
 
     @override
     def counters(self) -> dict[str, float]:
-        return {"exchanges": self._protocol.num_exchanges, "encode_s": self._protocol.encode_s}
+        protocol = self._protocol
+        return {
+            "exchanges": protocol.num_exchanges,
+            "encode_s": protocol.encode_s,
+            "merges": protocol.num_merges,
+        }
 
     # One merge
 

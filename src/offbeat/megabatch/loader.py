@@ -51,13 +51,15 @@ from offbeat.megabatch.fetching import Fetcher, require_map_style
 
 def order_of(
     num_samples: int, *, seed: int, epoch: int, shuffles: bool = True
-) -> NDArray[np.int64]:
+) -> NDArray[np.integer]:
     """The numbers of the samples in the order of an epoch, shape (num_samples,): drawn anew for
-    each, or the dataset's own unless it `shuffles`.
+    each, or the dataset's own unless it `shuffles`. Every rank keeps it for an epoch, so a number
+    takes 4 bytes where that is enough.
     """
+    dtype: type[np.integer] = np.int32 if num_samples <= np.iinfo(np.int32).max else np.int64
     if not shuffles:
-        return np.arange(num_samples)
-    return np.random.default_rng((seed, epoch)).permutation(num_samples)
+        return np.arange(num_samples, dtype=dtype)
+    return np.random.default_rng((seed, epoch)).permutation(num_samples).astype(dtype)
 
 
 def description_of_order(num_samples: int, seed: int, *, shuffles: bool) -> dict[str, int]:
@@ -187,7 +189,7 @@ class DispatchLoader(Callback):
         self._seed, self._shuffles = seed, shuffles
         self._log, self._policy, self._notify, self._clock = log, policy, notify, clock
         self._rank = rank
-        self._order: tuple[int, NDArray[np.int64]] | None = None
+        self._order: tuple[int, NDArray[np.integer]] | None = None
         self._open_round: ClaimRound | None = None
         # Of the mega-batch under way: what was merged in its earlier rounds, by rank and in all.
         self._earlier_shares: dict[int, MegaBatchShare] = {}
@@ -741,7 +743,7 @@ class DispatchLoader(Callback):
                     found += range(size)[part]
         return found
 
-    def _order_of(self, epoch: int) -> NDArray[np.int64]:
+    def _order_of(self, epoch: int) -> NDArray[np.integer]:
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, order_of(self._num_samples, seed=self._seed, epoch=epoch)
         return self._order[1]

@@ -276,7 +276,9 @@ class MergeProtocol:
         self.encode_s += mean.encode_s
         if outcome.kind == "merge":
             self.take(self._laid_out(self.freeze(report), outcome), num_steps=0)
-        elif takes_step:
+            return outcome  # which `take` has counted
+        self.num_exchanges += 1
+        if takes_step:
             shares = mean.shares.get(_GRADIENT, [0.0] * len(self._parameters))
             for number, (parameter, gradient, share) in enumerate(
                 zip(self._parameters, mean.merged, shares, strict=True)
@@ -290,7 +292,6 @@ class MergeProtocol:
                 if rows is not None:
                     values = as_sparse(RowGradient(rows, values), parameter.shape)
                 parameter.grad = values
-        self.num_exchanges += 1
         return outcome
 
     def agree(self, report: TrainerReport, payload: str) -> MergeOutcome:

@@ -52,6 +52,9 @@ TRAINING_LOSS: Final = "training loss"
 LOSS_EVERY: Final = 10
 """Steps over which the training loss is averaged where it is the metric."""
 
+MOST_LOSSES: Final = 2_000
+"""How many of these means are kept at most: where there are more, every second one stays."""
+
 REPORT_EVERY_S: Final = 0.5
 """From one report to the supervisor to the next."""
 
@@ -121,7 +124,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._metric: Evaluation | None = None
         self._loss_of_step: torch.Tensor | float | None = None
         self._losses: list[float] = []
-        self._evaluations: list[Evaluation] = []
+        self._training_losses: list[Evaluation] = []
+        self._last_training_loss: Evaluation | None = None
+        self._keep_every = LOSS_EVERY  # steps from one kept mean to the next
         self._losses_seen = False
         self._num_samples = 0
         self._is_attached = False
@@ -149,7 +154,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
             run = self._recorder.run
             if run.attached.model is not model:
                 notice = "the script trains several models; the record is that of the first"
-                run.notices.append(notice)
+                if notice not in run.notices:  # a script may attach them by turns
+                    run.notices.append(notice)
                 return
             run.attached = attached
             self._recorder.begin_anew()
@@ -240,7 +246,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._step_is_over()
         if step % LOSS_EVERY == 0 and self._losses:
             mean = sum(self._losses) / len(self._losses)
-            self._evaluations.append(recorder.evaluation(mean, {}))
+            if self._metric_name is None:
+                self._keep_training_loss(recorder.evaluation(mean, {}))
             self._losses = []
         self._stop_at_limit()
         self._wait_for_turn(step)
@@ -357,6 +364,20 @@ class ScriptRecorder(SessionObserver, ModelListener):
             if not self._losses_seen:
                 self._losses.append(loss)
 
+    def _keep_training_loss(self, mean: Evaluation) -> None:
+        """Keep `mean` until it is known whether the script logs a metric, and any rank may be the
+        one that leads by then.
+        """
+        self._last_training_loss = mean
+        if mean.step % self._keep_every:
+            return
+        self._training_losses.append(mean)
+        if len(self._training_losses) > MOST_LOSSES:
+            self._keep_every *= 2
+            self._training_losses = [
+                kept for kept in self._training_losses if kept.step % self._keep_every == 0
+            ]
+
     def _measured(self, recorder: StepRecorder) -> Measured:
         if self._metric_name is not None:
             metric = None if self._metric is None else self._metric.metric
@@ -367,11 +388,14 @@ class ScriptRecorder(SessionObserver, ModelListener):
                 higher_is_better=higher_is_better(self._metric_name),
                 others=others,
             )
-        for evaluation in self._evaluations:
+        kept, last = self._training_losses, self._last_training_loss
+        if last is not None and last not in kept[-1:]:
+            kept = [*kept, last]
+        for evaluation in kept:
             if math.isfinite(evaluation.metric):
                 recorder.write_evaluation(evaluation)
-        last = self._evaluations[-1].metric if self._evaluations else recorder.last_loss
-        return Measured(metric=last, name=TRAINING_LOSS, higher_is_better=False)
+        metric = recorder.last_loss if last is None else last.metric
+        return Measured(metric=metric, name=TRAINING_LOSS, higher_is_better=False)
 
 
 def begun_by_first(coordinator: Coordinator, begin: Callable[[], Path]) -> Path:

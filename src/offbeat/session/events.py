@@ -201,6 +201,7 @@ class EventDispatcher:
                 parameters=list(self._parameters.values()),
                 strategy=type(acting).__name__,
                 warn=self._notices.warn,
+                num_merges=self._num_merges,
             )
         # Once, because a parameter that is frozen by then takes no hook.
         if self._those_with("on_gradient_ready") and not self._hears_of_gradients:
@@ -216,6 +217,9 @@ class EventDispatcher:
         self._needed = None
         if self._those_with("on_parameters_needed"):
             self._needed = NeededParameters(self._model, self._parameters, self._parameters_needed)
+
+    def _num_merges(self) -> float:
+        return sum(callback.counters().get("merges", 0.0) for callback in self._callbacks)
 
     def _those_with(self, event: str) -> tuple[Callback, ...]:
         """The callbacks that do something at `event`, in order."""
@@ -516,35 +520,45 @@ class StepWatch:
     """Notices a loop that does not step the attached optimizer, where the strategy acts at steps.
 
     Many passes without a step may be one accumulated gradient. But if parameters change meanwhile,
-    something else than the optimizer changes them, and the strategy does nothing.
+    something else than the optimizer changes them, and the strategy does nothing. Where models were
+    merged meanwhile, as those of ranks that claim samples, it has done something without a step.
 
     Args:
         parameters: the trainable ones.
         strategy: its name, for the warning.
         warn: is told what is wrong.
+        num_merges: how often models were merged so far.
     """
 
     parameters: Sequence[torch.Tensor]
     strategy: str
     warn: Callable[[str], None]
+    num_merges: Callable[[], float]
     _num_passes: int = 0
     _next_look: int = _FIRST_LOOK
     _first: Sequence[torch.Tensor] = ()  # none, too, once all has been said
+    _merges_before: float = 0.0
 
     def backward_done(self) -> None:
         """A backward pass is over, and no step was seen before it."""
         self._num_passes += 1
         if self._num_passes == 1:
-            self._first = self._samples()
+            self._first, self._merges_before = self._samples(), self.num_merges()
         elif self._first and self._num_passes == self._next_look:
             self._next_look *= 4
-            if not all(map(torch.equal, self._samples(), self._first)):
+            if self._has_merged:
+                self._first = ()
+            elif not all(map(torch.equal, self._samples(), self._first)):
                 self._say("and parameters have changed all the same")
 
     def session_ends(self) -> None:
         """No step will follow."""
-        if self._first:
+        if self._first and not self._has_merged:
             self._say("and the session ends")
+
+    @property
+    def _has_merged(self) -> bool:
+        return self.num_merges() != self._merges_before
 
     def _say(self, what: str) -> None:
         self._first = ()

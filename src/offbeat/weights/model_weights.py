@@ -458,10 +458,10 @@ class LaidOut:
         in the span.
         """
         first = bisect_right(self._begins, span.start) - 1
-        for tensor, begin in zip(self._tensors[first:], self._begins[first:], strict=False):
-            if begin >= span.stop:
+        for number in range(first, len(self._tensors)):
+            if (begin := self._begins[number]) >= span.stop:
                 break
-            flat = real(tensor).reshape(-1)
+            flat = real(self._tensors[number]).reshape(-1)
             low, high = max(span.start, begin), min(span.stop, begin + flat.numel())
             if low < high:
                 there = slice(low - begin, high - begin)
