@@ -32,12 +32,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
-from offbeat.averaging.periodic import (
-    EncodedChanges,
-    Everyone,
-    WeightExchange,
-    coded_reduction,
-)
+from offbeat.averaging.periodic import EncodedChanges, Everyone, WeightExchange, coded_reduction
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.topk_codec import WeightCodec

@@ -92,13 +92,7 @@ class EagerSGD(AveragingStrategy):
             changed=context.driver.condition(),
         )
         return [
-            PartialAllReduce(
-                context,
-                weights,
-                ledger,
-                staging=staging,
-                group_of=self._group_of,
-            )
+            PartialAllReduce(context, weights, ledger, staging=staging, group_of=self._group_of)
         ]
 
     def _averages_models(self, version: int) -> bool:
