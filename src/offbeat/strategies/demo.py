@@ -73,7 +73,7 @@ class DeMo(GradientStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_density("density", self.density)
+        require_density(self.density)
         self.entries()
 
     def entries(self) -> TopKCodec:
