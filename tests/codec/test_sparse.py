@@ -25,7 +25,7 @@ from offbeat.codec.sparse import (
     keep_largest,
     owner_of,
     partition,
-    split_by_index,
+    split_common,
     union_disjoint,
 )
 from offbeat.codec.tally import Tally
@@ -130,7 +130,7 @@ def test_even_infinities_and_nans_are_not_lost(dtype: type[np.floating]) -> None
 
 @given(sparses(), sparses())
 def test_splitting_by_index(sparse: Sparse, other: Sparse) -> None:
-    inside, outside = split_by_index(sparse, other.indices)
+    inside, outside = split_common(sparse, other)
     assert set(inside.indices) == set(sparse.indices) & set(other.indices)
     assert set(outside.indices) == set(sparse.indices) - set(other.indices)
     np.testing.assert_array_equal(add(inside, outside).to_dense(), sparse.to_dense())
@@ -274,6 +274,6 @@ def test_warming_up_compiles_all_that_is_used() -> None:
             payload, rounding = wire.encode(mine, tally)
             theirs, _ = wire.decode(payload)
             kept, _ = keep_largest(add(add(theirs, others), rounding), 100)
-            split_by_index(kept, mine.indices)
+            split_common(kept, mine)
             quotas([histogram(kept, 50, 2), histogram(theirs, 50, 2)], 50)
     assert [len(kernel.signatures) for kernel in COMPILED] == before  # type: ignore[attr-defined]

@@ -317,11 +317,7 @@ class PushSum(ExchangeWithPeers[tuple[list[Block], float]]):
     state_key = "push_sum"
 
     def __init__(
-        self,
-        weights: ModelWeights,
-        peers: Everyone,
-        *,
-        in_round: Callable[[int], GossipPeers],
+        self, weights: ModelWeights, peers: Everyone, *, in_round: Callable[[int], GossipPeers]
     ) -> None:
         super().__init__(peers)
         self._weights, self._in_round = weights, in_round

@@ -32,12 +32,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
-from offbeat.averaging.periodic import (
-    EncodedChanges,
-    Everyone,
-    WeightExchange,
-    coded_reduction,
-)
+from offbeat.averaging.periodic import EncodedChanges, Everyone, WeightExchange, coded_reduction
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.topk_codec import WeightCodec
@@ -64,21 +59,17 @@ class Streaming(OptionValue):
         self.fragments, self.delay, self.mix = fragments, delay, mix
 
     @classmethod
-    def of(cls, streaming: Streaming | str) -> Streaming:
-        """An object as it is; or the one that text such as "4x2" (fragments, delay) or "4x2x0.5"
-        (and mix) describes.
-        """
-        if isinstance(streaming, Streaming):
-            return streaming
+    def of(cls, text: str) -> Streaming:
+        """The one that text such as "4x2" (fragments, delay) or "4x2x0.5" (and mix) describes."""
         try:
-            fragments, delay, *mixes = str(streaming).split("x")
+            fragments, delay, *mixes = text.split("x")
             (mix,) = mixes or ("",)
             numbers = int(fragments), int(delay), float(mix) if mix else None
         except ValueError as error:
             raise ConfigError(
                 "exchange must be a Streaming, or fragments x delay, or fragments x delay x mix,"
                 " such as '4x2' or '4x2x0.5'; or 'pairs', 'members', or a quorum and seconds of"
-                f" grace, such as '75%+2s', got {streaming!r}"
+                f" grace, such as '75%+2s', got {text!r}"
             ) from error
         return cls(fragments=numbers[0], delay=numbers[1], mix=numbers[2])
 

@@ -33,6 +33,24 @@ class BlockArithmetic(Protocol):
         """Inverse of `join`. Raises `WireError` unless it holds exactly `count` blocks."""
 
 
+class CarriesCollectives:
+    """What hands itself to collectives as their arithmetic."""
+
+    __slots__ = ()
+
+    def carry(
+        self,
+        collective: Callable[..., Any],
+        rank: int,
+        world_size: int,
+        mine: Any,
+        tally: Tally,
+        k: int,
+    ) -> Any:
+        """`collective`, a `collectives.base.SparseCollective`, whose arguments these are."""
+        return collective(rank, world_size, mine, tally, k, self)
+
+
 class SparseArithmetic(BlockArithmetic, Protocol[S]):
     """Operations on sparse vectors `S` and on the messages that carry them."""
 

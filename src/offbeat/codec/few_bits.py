@@ -83,7 +83,7 @@ class _ScaledValues(ValueCodec):
         at_codes = 4 * -(-count // BLOCK)
         scales, values = coded[:at_codes].view(np.float32), np.empty(count, dtype=np.float32)
         codes = unpack(coded[at_codes:], self.bits, count)
-        _look_up(codes, self._shares(), scales, BLOCK, values)
+        _look_up(codes, self._shares(), scales, values)
         return values
 
     def _scales(self, values: NDArray[np.floating]) -> Scales:
@@ -134,7 +134,7 @@ class LinearValues(_ScaledValues):
             generator = np.random.default_rng(zlib.crc32(values.tobytes()))
             draws = generator.random(values.size, dtype=np.float32)
         codes, highest = np.empty(values.size, dtype=np.uint8), (1 << self.bits) - 1.0
-        _linear_codes(values, scales, BLOCK, highest, draws, codes)
+        _linear_codes(values, scales, highest, draws, codes)
         return codes
 
 
@@ -167,7 +167,7 @@ class E3M0Values(_ScaledValues):
     @override
     def _codes(self, values: NDArray[np.floating], scales: Scales) -> Codes:
         codes = np.empty(values.size, dtype=np.uint8)
-        _exponent_codes(values, scales, BLOCK, codes)
+        _exponent_codes(values, scales, codes)
         return codes
 
     @override
@@ -284,7 +284,6 @@ def _split(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 def _linear_codes(
     values: NDArray[np.floating],
     scales: NDArray[np.float32],
-    block: int,
     highest: float,
     draws: NDArray[np.float32],
     codes: NDArray[np.uint8],
@@ -295,7 +294,6 @@ def _linear_codes(
     Args:
         values: what is rounded.
         scales: of each block of values, the largest magnitude that can be said; 0: there is none.
-        block: values of a block.
         highest: the number of the highest level.
         draws: added to the level's exact place before the fraction is cut off: 1/2 rounds to
             nearest, random numbers in [0, 1) round at random without bias. Of one entry, which
@@ -306,9 +304,9 @@ def _linear_codes(
     for number in range(scales.size):
         scale = np.float64(scales[number])  # the inverse of a tiny one is no float32
         factor = highest / 2 / scale if scale > 0 else 0.0
-        part = values[number * block : (number + 1) * block]
-        coded = codes[number * block : (number + 1) * block]
-        drawn = draws[number * block * stride :]
+        part = values[number * BLOCK : (number + 1) * BLOCK]
+        coded = codes[number * BLOCK : (number + 1) * BLOCK]
+        drawn = draws[number * BLOCK * stride :]
         for i in range(part.size):
             level = part[i] * factor + (highest / 2 + drawn[i * stride])
             # Neither `min` nor `max` of numbers would be vectorised.
@@ -319,7 +317,7 @@ def _linear_codes(
 
 @kernel
 def _exponent_codes(
-    values: NDArray[np.floating], scales: NDArray[np.float32], block: int, codes: NDArray[np.uint8]
+    values: NDArray[np.floating], scales: NDArray[np.float32], codes: NDArray[np.uint8]
 ) -> None:
     """Signs and the nearest of eight magnitudes: 0 for zero, c from 1 to 7 for scale * 2**(c - 7),
     and 8 more below zero.
@@ -327,17 +325,16 @@ def _exponent_codes(
     Args:
         values: what is rounded.
         scales: of each block of values, the largest magnitude.
-        block: values of a block.
         codes: takes the codes.
     """
-    shares = np.empty(block, dtype=np.float32)
+    shares = np.empty(BLOCK, dtype=np.float32)
     words = shares.view(np.int32)
     smallest = np.array([2.0**-7], dtype=np.float32).view(np.int32)[0]
     for number in range(scales.size):
         scale = np.float64(scales[number])
         factor = 1 / scale if scale > 0 else 0.0
-        part = values[number * block : (number + 1) * block]
-        coded = codes[number * block : (number + 1) * block]
+        part = values[number * BLOCK : (number + 1) * BLOCK]
+        coded = codes[number * BLOCK : (number + 1) * BLOCK]
         for i in range(part.size):
             shares[i] = np.float32(part[i] * factor)
         for i in range(part.size):
@@ -355,7 +352,6 @@ def _look_up(
     codes: NDArray[np.uint8],
     shares: NDArray[np.float32],
     scales: NDArray[np.float32],
-    block: int,
     values: NDArray[np.float32],
 ) -> None:
     """Each code's number: its share of the scale of its block.
@@ -364,12 +360,11 @@ def _look_up(
         codes: shape (n,).
         shares: of each code.
         scales: of each block.
-        block: values of a block.
         values: takes them, shape (n,).
     """
     for number in range(scales.size):
         scale = scales[number]
-        coded = codes[number * block : (number + 1) * block]
-        part = values[number * block : (number + 1) * block]
+        coded = codes[number * BLOCK : (number + 1) * BLOCK]
+        part = values[number * BLOCK : (number + 1) * BLOCK]
         for i in range(part.size):
             part[i] = shares[coded[i]] * scale

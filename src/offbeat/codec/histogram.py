@@ -108,10 +108,8 @@ def _count_magnitudes(
     counters = np.zeros(greatest - least + 1 if values.size else 0, dtype=np.uint32)
     for i in range(values.size):
         counters[np.uint64(_magnitude(values[i]) - least)] += np.uint32(1)
-    magnitudes, counts = (
-        np.empty(counters.size, dtype=np.uint16),
-        np.empty(counters.size, dtype=np.uint32),
-    )
+    magnitudes = np.empty(counters.size, dtype=np.uint16)
+    counts = np.empty(counters.size, dtype=np.uint32)
     size = total = counted = 0
     first = surely_kept if values.size > surely_kept else 0
     for below in range(counters.size):

@@ -94,5 +94,5 @@ def warm() -> None:
             wire.decode(wire.encode(entries, Tally.of_nobody(0))[0])
         total = sparse.add(entries, entries)
         sparse.keep_largest(total, 1)
-        sparse.split_by_index(total, one)
+        sparse.split_common(total, entries)
         histogram.histogram(total, 1, 1)

@@ -386,9 +386,8 @@ def accumulate_and_collect(
     whole = flat.size - flat.size % BLOCK
     for begin in range(0, whole, BLOCK):
         hit = False
-        for i in range(
-            begin, begin + BLOCK
-        ):  # of a fixed length, which the compiler unrolls and vectorises
+        # Of a fixed length, so that the compiler unrolls and vectorises it.
+        for i in range(begin, begin + BLOCK):
             x = residual[i] + weight * flat[i]
             flat[i] = x
             hit |= not abs(x) < threshold

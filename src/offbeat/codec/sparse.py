@@ -140,11 +140,11 @@ def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
     return kept, _pairs(split, sparse, begin=k, end=k + num_others)
 
 
-def split_by_index(sparse: Sparse, indices: NDArray[np.int64]) -> tuple[Sparse, Sparse]:
-    """The pairs whose index is among the ascending `indices`, and the others."""
+def split_common(sparse: Sparse, other: Sparse) -> tuple[Sparse, Sparse]:
+    """The pairs of `sparse` whose index is in `other` too, and its others."""
     inside, outside = _room_for(len(sparse), sparse), _room_for(len(sparse), sparse)
     num_inside, num_outside = _split_common(
-        (sparse.indices, sparse.values), indices, inside, outside
+        (sparse.indices, sparse.values), other.indices, inside, outside
     )
     return _pairs(inside, sparse, end=num_inside), _pairs(outside, sparse, end=num_outside)
 

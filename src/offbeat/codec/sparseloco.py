@@ -84,8 +84,6 @@ class ChunkIndices(IndexCodec):
         size: of a chunk, in elements, 2 to 65,535, so that the number of its entries takes 2 bytes.
     """
 
-    usual_bytes = 1.5
-
     def __init__(self, size: int) -> None:
         self.size = size
 

@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.codec.arithmetic import Message
+from offbeat.codec.arithmetic import CarriesCollectives, Message
 from offbeat.codec.histogram import COUNTER_BYTES, EXPECTED_COUNTERS, MARGIN
 from offbeat.codec.histogram import HEAD_BYTES as HISTOGRAM_HEAD_BYTES
 from offbeat.codec.tally import Tally
@@ -92,7 +92,7 @@ class WeightlessSparse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightlessWire:
+class WeightlessWire(CarriesCollectives):
     """The arithmetic of sparse collectives (`codec.arithmetic`) with numbers of entries.
 
     Attributes:
@@ -106,17 +106,6 @@ class WeightlessWire:
     def picked(self, k: float) -> WeightlessSparse:
         """What a rank contributes that selects `k` entries."""
         return WeightlessSparse(k, self.num_places)
-
-    def carry(
-        self,
-        collective: Callable[..., Any],
-        rank: int,
-        world_size: int,
-        mine: WeightlessSparse,
-        tally: Tally,
-        k: int,
-    ) -> Any:
-        return collective(rank, world_size, mine, tally, k, self)
 
     def empty(self) -> WeightlessSparse:
         return WeightlessSparse(0.0, self.num_places)

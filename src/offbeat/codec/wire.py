@@ -12,23 +12,21 @@ float8.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.codec import sparse
-from offbeat.codec.arithmetic import Message
+from offbeat.codec.arithmetic import CarriesCollectives, Message
 from offbeat.codec.histogram import Histogram, histogram, quotas
 from offbeat.codec.index_codecs import GapIndices, IndexCodec
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.errors import WireError
-
-T = TypeVar("T")
 
 MAGIC = b"OFBS"
 VERSION = 1
@@ -78,7 +76,7 @@ class ByteBlocks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wire(ByteBlocks):
+class Wire(ByteBlocks, CarriesCollectives):
     """How the messages of one bucket are laid out, and the arithmetic of collectives
     (`codec.arithmetic`) with real entries.
 
@@ -95,20 +93,6 @@ class Wire(ByteBlocks):
     dtype: np.dtype[np.floating]
     values: ValueCodec = field(default_factory=Float32Values)
     indices: IndexCodec = field(default_factory=GapIndices)
-
-    def carry(
-        self,
-        collective: Callable[..., T],
-        rank: int,
-        world_size: int,
-        mine: Sparse,
-        tally: Tally,
-        k: int,
-    ) -> T:
-        """`collective` with this layout: a `collectives.base.SparseCollective`, whose arguments
-        these are.
-        """
-        return collective(rank, world_size, mine, tally, k, self)
 
     def empty(self) -> Sparse:
         """A vector without entries."""
@@ -204,9 +188,6 @@ class Wire(ByteBlocks):
             values = self.values.decode(on_wire, count).astype(self.dtype, copy=False)
         return Sparse(indices=indices, values=values, num_elements=self.num_elements), tally
 
-    def split_common(self, entries: Sparse, other: Sparse) -> tuple[Sparse, Sparse]:
-        return sparse.split_by_index(entries, other.indices)
-
     def count_magnitudes(self, sums: Sparse, k: int, world_size: int) -> bytes:
         return histogram(sums, k, world_size).to_bytes()
 
@@ -215,6 +196,7 @@ class Wire(ByteBlocks):
     clip_to_median = staticmethod(sparse.clip_to_median)
     keep_largest = staticmethod(sparse.keep_largest)
     partition = staticmethod(sparse.partition)
+    split_common = staticmethod(sparse.split_common)
     union_disjoint = staticmethod(sparse.union_disjoint)
     read_counts = staticmethod(Histogram.from_bytes)
     quotas = staticmethod(quotas)

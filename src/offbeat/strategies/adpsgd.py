@@ -179,9 +179,7 @@ class PairMember(ProtocolMember):
 
     def _answer(self, sender: int, theirs: ModelMessage, now_s: float) -> None:
         """A peer's model has arrived: average it with this rank's, and send the average back."""
-        check_values(
-            sender, theirs, self._settings, 0, self._settings.num_elements, has_values=True
-        )
+        check_values(sender, theirs, self._settings, has_values=True)
         answer = replace(
             self._message(MessageKind.AVERAGE, None, version=theirs.version), notes=(ABSENT, ABSENT)
         )
@@ -222,9 +220,7 @@ class PairMember(ProtocolMember):
                 " options?"
             )
         is_in = answer.notes[0].weight > 0
-        check_values(
-            sender, answer, self._settings, 0, self._settings.num_elements, has_values=is_in
-        )
+        check_values(sender, answer, self._settings, has_values=is_in)
         del self._requests[answer.version]
         self._waits_s.append(now_s - request.opened_s)
         pieces, sent = [], request.sent

@@ -223,8 +223,9 @@ class ShardedSteps(Callback):
         self._gathers, self._norms = context.new_stream(), context.new_stream()
         self._bucket_of = {i: b for b, bucket in enumerate(buckets) for i in bucket.indices}
         self._pieces = [self._pieces_of(bucket) for bucket in buckets]
-        self._piece_of = {id(piece.whole): piece for piece in self._all_pieces()}
-        self._sharded = {id(p) for bucket in buckets for p in bucket.parameters}
+        # What the optimizer is shown of a parameter; None: other ranks have all of it.
+        self._shown = dict.fromkeys(id(p) for bucket in buckets for p in bucket.parameters)
+        self._shown |= {id(piece.whole): piece.parameter for piece in self._all_pieces()}
         self._arriving: dict[int, tuple[Pending[torch.Tensor], list[int]]] = {}
         self._groups: list[list[torch.nn.Parameter]] | None = None  # None: between steps
         # By name, the versions of those that the optimizer does not have, after the last backward.
@@ -286,12 +287,8 @@ class ShardedSteps(Callback):
         for piece in self._all_pieces():
             piece.show(self._optimizer)
         for group in groups:
-            pieces = [(p, self._piece_of.get(id(p))) for p in group["params"]]
-            group["params"] = [
-                p if piece is None else piece.parameter
-                for p, piece in pieces
-                if piece is not None or id(p) not in self._sharded
-            ]
+            shown = (self._shown.get(id(p), p) for p in group["params"])
+            group["params"] = [p for p in shown if p is not None]
 
     @override
     def on_after_step(self) -> None:

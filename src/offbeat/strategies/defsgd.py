@@ -47,7 +47,7 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_real
-from offbeat.weights.model_weights import ModelWeights, restore_
+from offbeat.weights.model_weights import ModelWeights, restore_, wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,31 +100,28 @@ class KeepOwed(TakeMean):
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, share: float) -> None:
         self._parameters, self._share = parameters, share
-        self.anchor = dict(self._wide())
+        self.anchor = self._copies()
         self._has_begun = self._is_loaded = False
         # What the model held after a load, which may be another rank's: until the step is over.
         self._held: dict[str, torch.Tensor] = {}
 
-    def _wide(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the parameters, in float32 or float64."""
-        for name, parameter in self._parameters.items():
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            yield name, parameter.detach().to(dtype, copy=True)
+    def _copies(self) -> dict[str, torch.Tensor]:
+        """Of the parameters, in float32 or float64."""
+        return {name: wide(parameter).clone() for name, parameter in self._parameters.items()}
 
     @override
     def begin(self) -> None:
         if not self._has_begun:
-            self.anchor, self._has_begun = dict(self._wide()), True
+            self.anchor, self._has_begun = self._copies(), True
         if self._is_loaded:
-            self._is_loaded, self._held = False, dict(self._wide())
+            self._is_loaded, self._held = False, self._copies()
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:
         """Since the last step left them, so that what else is written into them counts, too."""
-        for (name, now), point in zip(self._wide(), self._points(), strict=True):
-            parameter = self._parameters[name]
-            left = self._held.get(name, point).to(parameter.dtype)
-            yield now.sub_(left) if parameter.requires_grad else now.zero_()
+        for (name, parameter), point in zip(self._parameters.items(), self._points(), strict=True):
+            left, now = self._held.get(name, point).to(parameter.dtype), wide(parameter)
+            yield now - left if parameter.requires_grad else torch.zeros_like(now)
 
     def _points(self) -> Iterator[torch.Tensor]:
         """Where this rank's parameters belong."""

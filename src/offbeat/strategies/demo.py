@@ -73,7 +73,7 @@ class DeMo(GradientStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_density("density", self.density)
+        require_density(self.density)
         self.entries()
 
     def entries(self) -> TopKCodec:
@@ -132,10 +132,9 @@ def blocks_of(bucket: Bucket) -> list[CosineBlock]:
     for parameter, begin in zip(bucket.parameters, bucket.offsets, strict=False):
         if size := parameter.numel():
             height = num_rows(parameter)
-            rows, columns = _divisor(height), _divisor(size // height)
-            found.append(
-                CosineBlock(begin, height // rows, rows, size // height // columns, columns)
-            )
+            width = size // height
+            rows, columns = _divisor(height), _divisor(width)
+            found.append(CosineBlock(begin, height // rows, rows, width // columns, columns))
     return found
 
 

@@ -92,13 +92,7 @@ class EagerSGD(AveragingStrategy):
             changed=context.driver.condition(),
         )
         return [
-            PartialAllReduce(
-                context,
-                weights,
-                ledger,
-                staging=staging,
-                group_of=self._group_of,
-            )
+            PartialAllReduce(context, weights, ledger, staging=staging, group_of=self._group_of)
         ]
 
     def _averages_models(self, version: int) -> bool:
@@ -178,11 +172,7 @@ class PartialAllReduce(BackgroundCallback):
             name: state["local"].get(f"to_apply/{name}", torch.zeros(shape))
             for name, shape in shapes.items()
         }
-        self._gradients.restore(
-            owed=self._vector(owed),
-            to_apply=self._vector(to_apply),
-            used=np.ones(len(shapes), np.bool_),
-        )
+        self._gradients.restore(owed=self._vector(owed), to_apply=self._vector(to_apply))
 
     def _owe_gradients(self) -> None:
         """Add `param.grad` to what this rank owes."""
@@ -297,19 +287,19 @@ class GradientLedger(SharedModel):
             self._to_apply, self._used_to_apply = None, self._none_used()
             return taken, used
 
-    def restore(self, *, owed: Values, to_apply: Values, used: UsedParameters) -> None:
-        """Restore the accounts of a saved state.
+    def restore(self, *, owed: Values, to_apply: Values) -> None:
+        """Restore the accounts of a saved state. Which parameters were used was not saved: where an
+        account is not zero, all of them.
 
         Args:
             owed: what was owed, shape (num_elements,).
             to_apply: what was to be applied, shape (num_elements,).
-            used: which parameters count as used, where an account is not zero.
         """
         with self._changed:
             self._owed = owed if owed.any() else None
             self._to_apply = to_apply if to_apply.any() else None
-            self._used = used if self._owed is not None else self._none_used()
-            self._used_to_apply = used if self._to_apply is not None else self._none_used()
+            self._used = np.full(self._num_parameters, self._owed is not None)
+            self._used_to_apply = np.full(self._num_parameters, self._to_apply is not None)
 
     # Versions
 

@@ -248,12 +248,11 @@ class LocalSGD(AveragingStrategy):
     @property
     def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | Quorum | None:
         """What `exchange` is or describes. Raises `ConfigError`."""
-        if self.exchange is None or isinstance(self.exchange, Pairs | ObjectStore | Quorum):
+        if not isinstance(self.exchange, str):
             return self.exchange
         if self.exchange == "pairs":
             return Pairs()
-        quorum = Quorum.of(self.exchange) if isinstance(self.exchange, str) else None
-        return quorum or Streaming.of(self.exchange)
+        return Quorum.of(self.exchange) or Streaming.of(self.exchange)
 
     @property
     def steps_of_growth(self) -> int:

@@ -80,12 +80,11 @@ class OneBitAdam(GradientStrategy):
     @override
     def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         assert isinstance(transform, FrozenAdam)
-        return Reductions(
-            [
-                (bucket, _MomentumReduction(bucket, self.values(), context, transform))
-                for bucket in self.buckets(context)
-            ]
-        )
+        pairs = [
+            (bucket, _MomentumReduction(bucket, self.values(), context, transform))
+            for bucket in self.buckets(context)
+        ]
+        return Reductions(pairs)
 
 
 def require_adam(optimizer: torch.optim.Optimizer, strategy: str) -> None:

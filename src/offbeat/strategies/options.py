@@ -12,28 +12,25 @@ import torch
 from offbeat.errors import ConfigError, UnsupportedError
 
 
-def refuse_idle(strategy: Any, *names: str, because: str) -> None:
-    """Refuse options that would do nothing beside the others, unless they are left as they are by
+def refuse_idle(strategy: Any, name: str, *, because: str) -> None:
+    """Refuse an option that would do nothing beside the others, unless it is left as it is by
     default.
 
     Args:
-        strategy: a dataclass, whose options they are.
-        names: of the options.
-        because: why they would do nothing, to stand after the word.
+        strategy: a dataclass, whose option it is.
+        name: of the option.
+        because: why it would do nothing, to stand after the word.
     """
-    for option in fields(strategy):
-        value = getattr(strategy, option.name)
-        if option.name in names and value != option.default:
-            raise ConfigError(
-                f"{option.name}={value!r} would do nothing, because {because}; leave it out"
-            )
+    default = next(option.default for option in fields(strategy) if option.name == name)
+    if (value := getattr(strategy, name)) != default:
+        raise ConfigError(f"{name}={value!r} would do nothing, because {because}; leave it out")
 
 
-def require_density(name: str, value: float) -> None:
+def require_density(value: float) -> None:
     if not 0 < value <= 1:
-        hint = f"; {value}% is {name}={value / 100:g}" if 1 < value <= 100 else ""
+        hint = f"; {value}% is density={value / 100:g}" if 1 < value <= 100 else ""
         raise ConfigError(
-            f"{name} is the fraction of gradient entries that travel, in (0, 1], got"
+            "density is the fraction of gradient entries that travel, in (0, 1], got"
             f" {value!r}{hint}"
         )
 

@@ -68,17 +68,11 @@ class PowerSGD(GradientStrategy):
     def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         driver, new_stream = context.driver, context.new_stream
         rights = RightFactors(driver, new_stream())
-        return Reductions(
-            [
-                (
-                    bucket,
-                    LowRankReduction(
-                        bucket, rank=self.rank, driver=driver, stream=new_stream(), rights=rights
-                    ),
-                )
-                for bucket in self.buckets(context)
-            ]
-        )
+        pairs = [
+            (bucket, LowRankReduction(bucket, driver, new_stream(), rank=self.rank, rights=rights))
+            for bucket in self.buckets(context)
+        ]
+        return Reductions(pairs)
 
 
 _MAX_SHARE = 0.5  # of the elements of a parameter that its P and Q may have
@@ -153,16 +147,16 @@ class LowRankReduction(ResidualReduction):
 
     Args:
         bucket: what will be reduced; fixes sizes and names of the state.
-        rank: r, of the matrices that travel, >= 1.
         driver: carries the all-reduces out.
         stream: this bucket's channels.
+        rank: r, of the matrices that travel, >= 1.
         rights: brings Q.
     """
 
     only_queues: ClassVar[bool] = True
 
     def __init__(
-        self, bucket: Bucket, *, rank: int, driver: Driver, stream: Stream, rights: RightFactors
+        self, bucket: Bucket, driver: Driver, stream: Stream, *, rank: int, rights: RightFactors
     ) -> None:
         super().__init__(bucket, driver, stream)
         self._rights = rights
@@ -173,7 +167,7 @@ class LowRankReduction(ResidualReduction):
         self._sum: TalliedSum | None = None
         self._totals: Sequence[torch.Tensor] = ()  # of the parameters that travel whole
         self._lefts: list[torch.Tensor] = []
-        self._new_rights: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._new_rights: list[list[torch.Tensor]] = []
 
     @override
     def _launch(self, given: WeightedGradient) -> None:
@@ -228,11 +222,10 @@ class LowRankReduction(ResidualReduction):
         """Of each matrix, the sum of Q over all ranks, and the Q that the next step begins with,
         each of shape (r m,).
         """
-        shaped = [
+        self._new_rights = [
             [factor.to(right.dtype).view_as(right) for factor in both]
             for right, both in zip(self.rights, factors, strict=True)
         ]
-        self._new_rights = [(total, coming) for total, coming in shaped]
 
     @override
     def wait(self) -> Tally:

@@ -62,7 +62,7 @@ class EntriesStrategy(GradientStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.density != "auto":
-            require_density("density", self.density)
+            require_density(self.density)
         self.entries()
 
     @property

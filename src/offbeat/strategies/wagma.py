@@ -197,9 +197,7 @@ class WAGMA(AveragingStrategy):
             version,
             position,
             range(num_members),
-            group_size=(
-                default_group_size(num_members) if self.group_size is None else self.group_size
-            ),
+            group_size=self.group_size or default_group_size(num_members),
             period=in_a_period,
             quorum=self.quorum,
             max_ahead=self.periods_ahead * in_a_period,

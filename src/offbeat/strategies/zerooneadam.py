@@ -54,7 +54,7 @@ from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze, require_adam
 from offbeat.strategies.options import require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
-from offbeat.weights.model_weights import ModelWeights, average_
+from offbeat.weights.model_weights import ModelWeights, average_, wide
 from offbeat.weights.optimizer_state import new_number
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -153,17 +153,15 @@ class LocalAdam(Callback, TakeMean):
         self._schedule, self._peers, self._optimizer = schedule, peers, context.optimizer
         self._parameters, self._num_steps = context.parameters, 0
         self._notices, self._is_loaded = context.notices, False
-        self.anchor = {
-            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            for name, p in context.parameters.items()
-        }
+        self.anchor = {name: wide(p).clone() for name, p in context.parameters.items()}
         self.sums = {name: torch.zeros_like(each) for name, each in self.anchor.items()}
-        self._rates = dict.fromkeys(self.anchor, 0.0)  # of what is summed up
-        self._last_rates = dict.fromkeys(self.anchor, 0.0)  # 0 before the first step
+        kinds = ("rate", "last_rate", "steps", "updates")
+        self._numbers = {kind: dict.fromkeys(self.anchor, 0.0) for kind in kinds}
+        self._rates = self._numbers["rate"]  # of what is summed up
+        self._last_rates = self._numbers["last_rate"]  # 0 before the first step
         # Steps that Adam has gathered moments in, and those of them that updated v: they begin when
         # a parameter is in the optimizer and trains.
-        self._steps_of = dict.fromkeys(self.anchor, 0.0)
-        self._updates_of = dict.fromkeys(self.anchor, 0.0)
+        self._steps_of, self._updates_of = self._numbers["steps"], self._numbers["updates"]
         self._is_own = True  # whether what is summed up is what this rank has
         self._exact: dict[str, torch.Tensor] = {}  # moments of a loaded state, until they are used
         self._hidden = HiddenGradients()
@@ -345,15 +343,6 @@ class LocalAdam(Callback, TakeMean):
         counts = {"num_steps": self._num_steps, "world_size": driver.world_size}
         replicated = {**anchors, **numbers, **counts}
         return {"replicated": replicated, "local": {**sums, **exact, "rank": driver.rank}}
-
-    @property
-    def _numbers(self) -> dict[str, dict[str, float]]:
-        return {
-            "rate": self._rates,
-            "last_rate": self._last_rates,
-            "steps": self._steps_of,
-            "updates": self._updates_of,
-        }
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:

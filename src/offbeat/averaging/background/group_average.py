@@ -48,11 +48,7 @@ from typing import Literal, TypeAlias
 
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.deadlines import DeadlineRule, deadline_s
-from offbeat.averaging.background.interface import (
-    ProtocolCounts,
-    ProtocolSettings,
-    VersionResult,
-)
+from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings, VersionResult
 from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
 from offbeat.averaging.background.rounds import DirectRound, GroupRound, ScatteredRound
 from offbeat.averaging.background.shared_model import SharedModel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from offbeat.codec.model_wire import (
 )
 from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.errors import WireError
+
+_REPLY_DEADLINE: Final = DeadlineRule(min_samples=4, initial_s=0.4)
+_ARRIVAL_DEADLINE: Final = DeadlineRule(min_samples=2, initial_s=0.4, num_mads=4.0, min_spread=0.25)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -180,14 +184,8 @@ class ProtocolSettings:
     dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float32))
     rounding: Rounding | None = None
     changes: CodedChanges | None = None
-    reply_deadline: DeadlineRule = field(
-        default_factory=lambda: DeadlineRule(min_samples=4, initial_s=0.4)
-    )
-    arrival_deadline: DeadlineRule = field(
-        default_factory=lambda: DeadlineRule(
-            min_samples=2, initial_s=0.4, num_mads=4.0, min_spread=0.25
-        )
-    )
+    reply_deadline: DeadlineRule = _REPLY_DEADLINE
+    arrival_deadline: DeadlineRule = _ARRIVAL_DEADLINE
 
     def bytes_per_element(self, version: int) -> float:
         """Of a contribution and of an average."""
@@ -223,8 +221,7 @@ def check_values(
     sender: int,
     message: ModelMessage,
     settings: ProtocolSettings,
-    begin: int,
-    end: int,
+    part: slice | None = None,
     *,
     has_values: bool,
 ) -> None:
@@ -234,13 +231,13 @@ def check_values(
         sender: the rank that sent it, for the error.
         message: the received message.
         settings: the settings of this generation.
-        begin: the index of the first element that the message should hold.
-        end: the index after the last one.
+        part: the elements that the message should hold; None: all of the model.
         has_values: whether it should hold values; else it must hold none, and no counters.
 
     Raises:
         WireError: the message holds something else.
     """
+    begin, end = (0, settings.num_elements) if part is None else (part.start, part.stop)
     num_values, num_counters = (end - begin, settings.num_counters) if has_values else (0, 0)
     allowed = [(num_values, 0, 0, 0)]
     if num_values and message.kind != MessageKind.MODEL_REPLY:

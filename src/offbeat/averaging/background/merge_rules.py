@@ -48,7 +48,7 @@ def merge_delta(mine: Values, piece: Piece, *, out: Values | None = None) -> Val
     if piece.codes is not None:
         move_by_rounded(mine, *piece.codes, moved)
         return moved
-    for part in _fragments(mine.size):
+    for part in fragments(mine.size):
         average, contributed = piece.average[part], piece.contributed[part]
         if piece.of_changes:
             move_by(mine[part], average, contributed, moved[part])
@@ -223,7 +223,7 @@ class DeltaMerge(MergeRule):
         for piece in pieces:
             if piece.anchor is not None:
                 anchor = self.anchor[piece.begin : piece.end]
-                for part in _fragments(anchor.size):
+                for part in fragments(anchor.size):
                     anchor[part] = piece.anchor[part]
 
     def _merged_statistics(self, piece: Piece) -> list[tuple[slice, Values]]:
@@ -297,7 +297,7 @@ class PaperMerge(MergeRule):
         return self._model
 
 
-def _fragments(size: int) -> Iterator[slice]:
+def fragments(size: int) -> Iterator[slice]:
     """So many elements a few MiB at a time."""
     step = FRAGMENT_BYTES // 8
     for begin in range(0, size, step):

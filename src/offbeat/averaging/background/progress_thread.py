@@ -17,15 +17,12 @@ from typing import TypeAlias
 import numpy as np
 from typing_extensions import override
 
-from offbeat.averaging.background.interface import (
-    Contribution,
-    ProtocolCounts,
-    ProtocolSettings,
-)
+from offbeat.averaging.background.interface import Contribution, ProtocolCounts, ProtocolSettings
+from offbeat.averaging.background.merge_rules import fragments
 from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters
-from offbeat.collectives.weighted_mean import FRAGMENT_BYTES, Elements
+from offbeat.collectives.weighted_mean import Elements
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
@@ -194,10 +191,9 @@ class ProgressThread:
         every = {served.position: self._model.own_model(), **models}
         included = [every[position] for position in sorted(every)]
         sum_of_weights = sum(model.weight for model in included)
-        num_elements, dtype = served.settings.num_elements, served.settings.dtype
-        for begin in range(0, num_elements, FRAGMENT_BYTES // 8):
-            part = slice(begin, min(begin + FRAGMENT_BYTES // 8, num_elements))
-            total = np.zeros(part.stop - begin, np.float64)
+        dtype = served.settings.dtype
+        for part in fragments(served.settings.num_elements):
+            total = np.zeros(part.stop - part.start, np.float64)
             for model in included:
                 total += model.values[part] * np.float64(model.weight)
             into[part] = (total / sum_of_weights).astype(dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
 from functools import partial
 
 from offbeat.averaging.background.interface import (
@@ -249,18 +250,16 @@ class ProtocolMember(ABC):
     ) -> ModelMessage:
         """A message with the whole model, or without one."""
         generation, num_elements = self._settings.generation, self._settings.num_elements
+        empty = ModelMessage(
+            kind=kind, generation=generation, version=version, num_elements=num_elements
+        )
         if mine is None:
-            return ModelMessage(
-                kind=kind, generation=generation, version=version, num_elements=num_elements
-            )
-        return ModelMessage(
-            kind=kind,
-            generation=generation,
-            version=version,
+            return empty
+        return replace(
+            empty,
             step=mine.step,
             fresh=mine.fresh,
             weight=mine.weight,
-            num_elements=num_elements,
             counters=mine.counters,
             values=mine.values,
         )
@@ -268,9 +267,7 @@ class ProtocolMember(ABC):
     def _receive_model(self, sender: int, message: ModelMessage) -> None:
         self._asked.discard(sender)
         has_values = message.weight > 0
-        check_values(
-            sender, message, self._settings, 0, self._settings.num_elements, has_values=has_values
-        )
+        check_values(sender, message, self._settings, has_values=has_values)
         model = Contribution(
             values=message.values,
             step=message.step,

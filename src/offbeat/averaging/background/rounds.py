@@ -150,13 +150,7 @@ class GroupRound(ABC):
         """No more messages of `rank` will arrive."""
 
     def _make_chunk(
-        self,
-        mine: Contribution | None,
-        begin: int,
-        end: int,
-        *,
-        withheld: bool,
-        participants: int = 0,
+        self, mine: Contribution | None, part: slice, *, withheld: bool, participants: int = 0
     ) -> ModelMessage:
         given = None if withheld else mine
         chunk = ModelMessage(
@@ -168,17 +162,17 @@ class GroupRound(ABC):
             arrived=self._arrived,
             participants=participants,
             num_elements=self._num_elements,
-            begin=begin,
+            begin=part.start,
         )
         if given is None:
             return chunk
         chunk = replace(chunk, weight=given.weight, counters=given.counters)
-        values, codes = given.values[begin:end], no_codes()
+        values, codes = given.values[part], no_codes()
         if self._changes is not None:
-            anchor = None if given.anchor is None else given.anchor[begin:end]
+            anchor = None if given.anchor is None else given.anchor[part]
             return self._coded(chunk, values, anchor)
         if self._rounding is not None:
-            codes, values = self._rounding.encode(values, begin)
+            codes, values = self._rounding.encode(values, part.start)
         return replace(chunk, values=values, codes=codes)
 
     @property
@@ -236,15 +230,13 @@ class DirectRound(GroupRound):
         mask = sum(
             1 << position for position, rank in enumerate(self.group) if rank in self._participants
         )
-        content, self._chunks[self._rank] = self._sent(
-            self._make_chunk(mine, 0, self._num_elements, withheld=False, participants=mask)
-        )
-        without_values = self._make_chunk(
-            mine, 0, self._num_elements, withheld=True, participants=mask
-        ).to_bytes()
+        whole = slice(0, self._num_elements)
+        chunk = self._make_chunk(mine, whole, withheld=False, participants=mask)
+        content, self._chunks[self._rank] = self._sent(chunk)
+        withheld = self._make_chunk(mine, whole, withheld=True, participants=mask).to_bytes()
         self._decide()
         return [
-            (peer, without_values if peer in absent else content)
+            (peer, withheld if peer in absent else content)
             for peer in self.group
             if peer != self._rank
         ]
@@ -255,14 +247,7 @@ class DirectRound(GroupRound):
                 f"rank {sender} sent an average of version {self.version}, whose members exchange"
                 " without owners"
             )
-        check_values(
-            sender,
-            message,
-            self._settings,
-            0,
-            self._num_elements,
-            has_values=message.weight > 0,
-        )
+        check_values(sender, message, self._settings, has_values=message.weight > 0)
         self._chunks.setdefault(sender, self._decoded(message))
         if self.contributed:
             self._decide()
@@ -342,7 +327,7 @@ class ScatteredRound(GroupRound):
     ) -> None:
         super().__init__(version, group, rank=rank, settings=settings)
         parts = regions_of(0, self._num_elements, len(group))
-        self._bounds = {rank: (p.start, p.stop) for rank, p in zip(group, parts, strict=True)}
+        self._regions = dict(zip(group, parts, strict=True))
         self._contributed_to: dict[int, ModelMessage] = {}
         self._averages: set[int] = set()
 
@@ -359,7 +344,7 @@ class ScatteredRound(GroupRound):
             if owner in self._averages:
                 continue  # the owner has averaged its region without this rank
             content, chunk = self._sent(
-                self._make_chunk(mine, *self._bounds[owner], withheld=owner in absent)
+                self._make_chunk(mine, self._regions[owner], withheld=owner in absent)
             )
             if chunk.weight:
                 self._contributed_to[owner] = chunk
@@ -373,13 +358,8 @@ class ScatteredRound(GroupRound):
         if message.kind == MessageKind.AVERAGE:
             self._receive_average(sender, message)
             return
-        check_values(
-            sender,
-            message,
-            self._settings,
-            *self._bounds[self._rank],
-            has_values=message.weight > 0,
-        )
+        region, has_values = self._regions[self._rank], message.weight > 0
+        check_values(sender, message, self._settings, region, has_values=has_values)
         if self._rank not in self._averages:
             self._chunks.setdefault(sender, self._decoded(message))
 
@@ -394,30 +374,24 @@ class ScatteredRound(GroupRound):
             return []
         chunks = self._chunks
         in_order = [chunks[rank] for rank in self.group if rank in chunks]
-        begin, _ = self._bounds[self._rank]
-        average = ModelMessage(
+        withheld = ModelMessage(
             kind=MessageKind.AVERAGE,
             generation=self._settings.generation,
             version=self.version,
             num_elements=self._num_elements,
-            begin=begin,
+            begin=self._regions[self._rank].start,
+            values=np.empty(0, self._settings.dtype),
+            notes=(ABSENT,) * len(self.group),
+        )
+        average = replace(
+            withheld,
             counters=largest_of(in_order),
             values=mean_of(in_order, self._rounding),
             notes=tuple(chunks[rank].note if rank in chunks else ABSENT for rank in self.group),
         )
         average, own = self._rounded(average)
         self._receive_average(self._rank, own, sent=average)
-        content = average.to_bytes()
-        without_values = replace(
-            average,
-            values=average.values[:0],
-            codes=no_codes(),
-            coded=average.coded[:0],
-            num_coded=0,
-            bits=0,
-            counters=average.counters[:0],
-            notes=(ABSENT,) * len(self.group),
-        ).to_bytes()
+        content, without_values = average.to_bytes(), withheld.to_bytes()
         # An absent rank whose contribution is in the average needs it, or the mean over ranks would
         # change when it wakes. Any other absent rank is spared the values.
         spared = {rank for rank in absent if rank not in chunks or not chunks[rank].weight}
@@ -457,13 +431,8 @@ class ScatteredRound(GroupRound):
         self, owner: int, message: ModelMessage, *, sent: ModelMessage | None = None
     ) -> None:
         """Take in an average; `sent`: what the other members get of this rank's own."""
-        check_values(
-            owner,
-            message,
-            self._settings,
-            *self._bounds[owner],
-            has_values=any(note.weight for note in message.notes),
-        )
+        region, has_values = self._regions[owner], any(note.weight for note in message.notes)
+        check_values(owner, message, self._settings, region, has_values=has_values)
         if len(message.notes) != len(self.group):
             raise WireError(
                 f"rank {owner} averaged among {len(message.notes)} members, the group has"
