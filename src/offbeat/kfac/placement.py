@@ -246,13 +246,9 @@ def _times_s(dims: Sequence[int], costs: InverseCosts) -> list[float]:
 
 def _assigned(world_size: int, shared: Sequence[bool], loads: Sequence[float]) -> tuple[Owner, ...]:
     """`shared` factors to every rank, the others by the least loaded."""
-    sent = [index for index in range(len(loads)) if not shared[index]]
-    owners = list(by_every_rank(len(loads)))
-    for index, owner in zip(
-        sent, least_loaded([loads[index] for index in sent], world_size), strict=True
-    ):
-        owners[index] = owner
-    return tuple(owners)
+    sent = [load for load, is_shared in zip(loads, shared, strict=True) if not is_shared]
+    owners = iter(least_loaded(sent, world_size))
+    return tuple(None if is_shared else next(owners) for is_shared in shared)
 
 
 class InversionCost(Protocol):

@@ -311,11 +311,6 @@ class InverseExchange:
         self.invert_s = self.wait_s = 0.0
         self._slots, self._inverter, self._driver, self._stream = slots, inverter, driver, stream
         self.packed: list[torch.Tensor | None] = [None] * len(slots)
-        self._tasks_of: Callable[[Sequence[int]], Sequence[InversionTask]] | None = None
-        self._num_messages: float = 0
-        self._to_send: deque[tuple[InverseBatch, int, torch.Tensor]] = deque()
-        self._to_fill: deque[InverseBatch] = deque()
-        self._pending: list[Pending[torch.Tensor]] = []
 
     def adopt(self, order: Sequence[InverseBatch], *, travels: bool) -> None:
         """Invert in `order` from now on. Inverses that are there already go on, side by side in
@@ -354,8 +349,9 @@ class InverseExchange:
         """From now on every inverse is brought up to date. `tasks_of` says what to invert for slots
         that this rank inverts, all of one dtype and device.
         """
-        self._tasks_of, self._num_messages = tasks_of, 0
-        self._to_send, self._to_fill, self._pending = deque(self._messages), deque(self._by_all), []
+        self._tasks_of, self._num_messages = tasks_of, 0.0
+        self._to_send, self._to_fill = deque(self._messages), deque(self._by_all)
+        self._pending: list[Pending[torch.Tensor]] = []
 
     def advance(self, num_messages: float) -> None:
         """The first `num_messages` messages of factors have been taken in: owners invert and send
@@ -394,7 +390,6 @@ class InverseExchange:
         self._pending = []
 
     def _invert(self, slots: Sequence[int]) -> None:
-        assert self._tasks_of is not None
         begin_s = time.monotonic()
         for some in self._portions(slots):
             rooms = [room for slot in some if (room := self.packed[slot]) is not None]
