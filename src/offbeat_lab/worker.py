@@ -197,20 +197,21 @@ class ComparedScript(ScriptRecorder):
         recorder.step_time.begin_step(recorder.run.schedule.position.step + 1)
 
     @override
-    def _meet(self, step: int, recorder: StepRecorder) -> None:
+    def _record_step(self, loss: float | None, recorder: StepRecorder) -> None:
         assert isinstance(recorder, EmulatedRecorder)
+        step = self.position.step
         if self._pauses is not None:
             recorder.met_s = self._pauses.meet(step)
-
-    @override
-    def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:
+        super()._record_step(loss, recorder)
         if self._pause is not None:
             self._pause.step_done(step, recorder.elapsed_s)
 
     @override
-    def _wait_for_turn(self, step: int) -> None:
-        if self._pauses is not None:
-            self._pauses.wait_for_turn(step)
+    def step_ended(self, num_steps: int) -> None:
+        super().step_ended(num_steps)
+        if self._recorder is not None and self._pauses is not None:
+            # It restarts the clock where it waits.
+            self._pauses.wait_for_turn(self.position.step)
 
     @override
     def _evaluation_begins(self, recorder: StepRecorder) -> float:

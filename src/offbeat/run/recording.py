@@ -232,9 +232,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         step = self.position.step
         loss = None if self._loss_of_step is None else float(self._loss_of_step)
         self._losses_seen = self._losses_seen or loss is not None
-        self._meet(step, recorder)
-        recorder.step_done(loss=loss, batch_size=self._num_samples)
-        self._step_is_recorded(step, recorder)
+        self._record_step(loss, recorder)
         if loss is not None:
             self._losses.append(loss)
         self._step_is_over()
@@ -243,7 +241,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
             self._evaluations.append(recorder.evaluation(mean, {}))
             self._losses = []
         self._stop_at_limit()
-        self._wait_for_turn(step)
         recorder.restart_clock()
 
     @override
@@ -331,14 +328,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def _step_begins(self, recorder: StepRecorder) -> None:
         """Before the first thing that is seen of a step."""
 
-    def _meet(self, step: int, recorder: StepRecorder) -> None:
-        """At the end of `step`, before it is recorded."""
-
-    def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:
-        """`step` has its event."""
-
-    def _wait_for_turn(self, step: int) -> None:
-        """Return when a step after `step` may begin."""
+    def _record_step(self, loss: float | None, recorder: StepRecorder) -> None:
+        """A step has ended, and is written down."""
+        recorder.step_done(loss=loss, batch_size=self._num_samples)
 
     def _evaluation_begins(self, recorder: StepRecorder) -> float:
         """This rank leads and evaluates. Returns the training time of what it measures."""
