@@ -508,11 +508,8 @@ class FactorAverages:
 
     def lacking(self, saved: Mapping[str, Any]) -> list[str]:
         """Names of the factors that this rank keeps and `saved` has no average of."""
-        return [
-            self._slots[slot].name
-            for slot in self.factors
-            if f"{self._slots[slot].key}/sum" not in saved
-        ]
+        kept = (self._slots[number] for number in self.factors)
+        return [slot.name for slot in kept if f"{slot.key}/sum" not in saved]
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`. An average that is not in `saved` stays as it is."""

@@ -175,12 +175,8 @@ class Inverter:
                 dtype=self.stored_dtype(packed.dtype),
                 device=packed.device,
             )
-        for some, of_each, place in zip(
-            packed.split(num_at_once),
-            damping.split(num_at_once),
-            found.split(num_at_once),
-            strict=True,
-        ):
+        portions = (whole.split(num_at_once) for whole in (packed, damping, found))
+        for some, of_each, place in zip(*portions, strict=True):
             results, good = damp_and_invert_(unpack_triangles(some, dim), of_each, form)
             place.copy_(self._keep(results))
             goods.append(good)

@@ -295,12 +295,10 @@ class TabledInversion:
             return self.seconds[0]
         if above == len(self.dims):
             return self.seconds[-1] * math.pow(dim / self.dims[-1], 3)
-        part = math.log(dim / self.dims[above - 1]) / math.log(
-            self.dims[above] / self.dims[above - 1]
-        )
-        return self.seconds[above - 1] * math.pow(
-            self.seconds[above] / self.seconds[above - 1], part
-        )
+        low, high = self.dims[above - 1 : above + 1]
+        low_s, high_s = self.seconds[above - 1 : above + 1]
+        part = math.log(dim / low) / math.log(high / low)
+        return low_s * math.pow(high_s / low_s, part)
 
 
 def slowest(samples_of_ranks: Iterable[Mapping[int, float]]) -> dict[int, float]:

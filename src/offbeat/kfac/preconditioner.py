@@ -251,14 +251,11 @@ class _GradientMessage:
     def __init__(self, members: Sequence[InvertedBlock], owner: int) -> None:
         self.owner, self._members = owner, members
         blocks = [each.block for each in members]
+        sizes = [*(block.num_parameters for block in blocks), len(blocks), 1]
         dtypes = (block.weight.dtype for block in blocks)
-        sizes = [block.num_parameters for block in blocks]
-        self.flat = torch.zeros(
-            sum(sizes) + len(blocks) + 1,
-            dtype=reduce(torch.promote_types, dtypes, torch.float32),
-            device=blocks[0].weight.device,
-        )
-        *parts, self._exists, change = self.flat.split([*sizes, len(blocks), 1])
+        dtype = reduce(torch.promote_types, dtypes, torch.float32)
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=blocks[0].weight.device)
+        *parts, self._exists, change = self.flat.split(sizes)
         self._preconditioned = [
             part.view(block.matrix_shape) for part, block in zip(parts, blocks, strict=True)
         ]
@@ -551,9 +548,8 @@ def precondition_(
     apart: list[tuple[BlockGradient | JoinedGradients, torch.Tensor]] = []
     for lr, gradient, matrix, preconditioned in _apply_each(members, joins=grafting == "none"):
         if kl_clip is not None:
-            products.setdefault(lr, []).append(
-                torch.linalg.vecdot(preconditioned.flatten(), matrix.flatten())
-            )
+            product = torch.linalg.vecdot(preconditioned.flatten(), matrix.flatten())
+            products.setdefault(lr, []).append(product)
         graft_(preconditioned, matrix, grafting)
         if kl_clip is not None and gradient.parts[0].itemsize < preconditioned.itemsize:
             apart.append((gradient, preconditioned))
