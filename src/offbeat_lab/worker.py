@@ -191,6 +191,7 @@ class ComparedScript(ScriptRecorder):
         assert isinstance(recorder, EmulatedRecorder)
         if self._pause is not None:
             began_s = time.monotonic()
+            self._evaluation_ends()
             with recorder.run.attached.session.resting():
                 self._pause.wait(recorder.run.schedule.position.step)
             recorder.leave_out(time.monotonic() - began_s)
@@ -214,17 +215,31 @@ class ComparedScript(ScriptRecorder):
             self._pauses.wait_for_turn(self.position.step)
 
     @override
-    def _evaluation_begins(self, recorder: StepRecorder) -> float:
-        if self._pause is None or self._pause.is_evaluating:
-            return self._evaluated_s
+    def evaluates(self) -> None:
+        super().evaluates()
+        recorder, pause = self._recorder, self._pause
+        if pause is None or pause.is_evaluating or recorder is None or not recorder.leads:
+            return
+        assert isinstance(recorder, EmulatedRecorder)
         with recorder.run.attached.session.resting():
-            return self._pause.begin(recorder.run.schedule.position.step, recorder.elapsed_s)
+            recorder.evaluated_s = pause.begin(self.position.step, recorder.elapsed_s)
 
     @override
+    def end(self) -> None:
+        self._evaluation_ends()
+        super().end()
+
+    @override
+    def abandon(self) -> None:
+        super().abandon()
+        self._evaluation_ends()
+
     def _evaluation_ends(self) -> None:
-        super()._evaluation_ends()
+        """This rank trains on, or has come to its end."""
         if self._pause is not None:
             self._pause.end()
+        if isinstance(self._recorder, EmulatedRecorder):
+            self._recorder.evaluated_s = 0.0
 
 
 def train_task(run_directory: Path, turns: StepLimit, obey: Callable[[str], None]) -> int:
