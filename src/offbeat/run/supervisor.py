@@ -27,6 +27,7 @@ from offbeat.run.coordination import (
     publish_step,
     record_death,
     serve_store,
+    store_environment,
 )
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.local_worker import (
@@ -243,7 +244,7 @@ class WorkerGroup:
         local_rank = rank - self._first_rank
         if restart:
             environment |= {RETURN_VARIABLE: str(restart), ELAPSED_VARIABLE: repr(self.seconds)}
-        environment |= self._store.environment(rank, self._config.workers)
+        environment |= store_environment(self._store, rank, self._config.workers)
         environment |= {"LOCAL_RANK": str(local_rank), **self._program.environment}
         return start_worker(
             rank,
@@ -284,7 +285,7 @@ class WorkerGroup:
                 case WorkerProgress():
                     worker.seconds, worker.survives_death = report.seconds, report.survives_death
                     if self._program.ends_alone and report.survives_death:
-                        publish_step(self._store.store, report.rank, report.step)
+                        publish_step(self._store, report.rank, report.step)
                     self._on_progress(report)
         return more
 
@@ -334,7 +335,7 @@ class WorkerGroup:
         that has come back to do so too. They wait for it until it is dead.
         """
         if self._only_returned_since_s is None and only_returned_ranks_step(
-            self._store.store, self._config.workers
+            self._store, self._config.workers
         ):
             self._only_returned_since_s = now_s
         since_s = self._only_returned_since_s
@@ -362,7 +363,7 @@ class WorkerGroup:
         """Tell the peers of `worker`, and the listener, that it has died."""
         # Peers must hear of the death before anything else here takes time: they wait for this rank
         # until they do.
-        record_death(self._store.store, worker.rank, deaths=worker.restart + 1)
+        record_death(self._store, worker.rank, deaths=worker.restart + 1)
         self._drain(worker)
         if self._num_interrupts and (
             worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM
