@@ -25,6 +25,11 @@ from offbeat.run.records import Evaluation, StepEvent
 from offbeat.run.step_recorder import RankRun, StepRecorder, phases
 from offbeat_lab.emulation.delaying import StepTimeEmulator
 
+TURNS_VARIABLE: Final = "OFFBEAT_TURNS"
+"""Environment variable that is set where a worker trains only up to the step that its standard
+input names.
+"""
+
 _POLL_S = 0.2
 _LEAST_LOOK_S, _MOST_LOOK_S = 2e-4, 0.02
 _never: Final = threading.Event()

@@ -25,7 +25,7 @@ from typing_extensions import override
 from offbeat.codec.jit import keep_freed_memory
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
-from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
+from offbeat.run.progress import EXIT_STOPPED, Failure, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe
 from offbeat.run.recording import REPORT_EVERY_S, OpenRecord, ScriptRecorder
 from offbeat.run.step_recorder import RankRun, StepRecorder
@@ -34,7 +34,7 @@ from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import link_delay, script_recipe, step_time
 from offbeat_lab.config import recipe_of
 from offbeat_lab.joining import join, leave
-from offbeat_lab.pauses import EmulatedRecorder, Pauses, StepLimit
+from offbeat_lab.pauses import TURNS_VARIABLE, EmulatedRecorder, Pauses, StepLimit
 from offbeat_lab.records import Record
 from offbeat_lab.training import train_rank
 

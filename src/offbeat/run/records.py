@@ -52,7 +52,6 @@ EVENTS_KIND: Final = "offbeat events"
 CONFIG: Final = "config.json"
 SUMMARY: Final = "summary.json"
 EVALUATIONS: Final = "evaluations.jsonl"
-MEGA_BATCHES: Final = "mega-batches.jsonl"
 
 _TAIL_BYTES: Final = 100_000
 _WRITE_EVERY_S: Final = 0.1
@@ -146,7 +145,6 @@ class Head:
 
 
 EVENT_FIELDS: Final = tuple(field.name for field in fields(StepEvent))
-HEAD_FIELDS: Final = tuple(field.name for field in fields(Head))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
