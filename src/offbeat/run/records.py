@@ -261,11 +261,15 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            return build(Summary, json.loads(path.read_bytes()))
+            content = json.loads(path.read_bytes())
         except OSError as error:
             raise RecordError(f"cannot read {path}: {error.strerror}") from None
-        except MALFORMED as error:
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"{path} is damaged: {error}") from None
+        try:
+            return build(Summary, content)
+        except MALFORMED as error:
+            raise RecordError(f"{path} is damaged at {error}") from None
 
 
 def last_step(path: Path, rank: int) -> int:
