@@ -43,7 +43,7 @@ import offbeat
 from _measure import Cells, Ratio, Row, add_output_options, present, ratio, script_command
 from _ranks import run_ranks
 from _results import Figure
-from offbeat.run.coordination import serve_store
+from offbeat.run.coordination import serve_store, store_environment
 from offbeat.run.progress import WorkerProgress
 from offbeat_lab.analysis import between
 from offbeat_lab.cluster import Cluster, LinkSpec
@@ -166,7 +166,7 @@ def exchange_s(
             placement = emulation.placement(rank)
             environment = {
                 "OMP_NUM_THREADS": "1",
-                **store.environment(rank, num_workers),
+                **store_environment(store, rank, num_workers),
                 **placement.environment,
             }
             arguments = [str(num_bytes), str(fan_out), str(turns)]

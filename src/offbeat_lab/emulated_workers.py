@@ -30,13 +30,14 @@ from offbeat.run.local_worker import (
     WorkerStart,
     start_process,
 )
-from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE
+from offbeat.run.progress import EXIT_STOPPED
 from offbeat.run.supervise import script_program
 from offbeat.run.supervisor import WorkerGroup
 from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation import Emulation
 from offbeat_lab.forking import WORKER_FORKS, ForkServerError
+from offbeat_lab.pauses import TURNS_VARIABLE
 
 WORKER: Final = "offbeat_lab.worker"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Final
 
@@ -21,9 +21,14 @@ from typing_extensions import override
 from offbeat.errors import PeerError
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import Paused, Reporter
-from offbeat.run.records import StepEvent
+from offbeat.run.records import Evaluation, StepEvent
 from offbeat.run.step_recorder import RankRun, StepRecorder, phases
 from offbeat_lab.emulation.delaying import StepTimeEmulator
+
+TURNS_VARIABLE: Final = "OFFBEAT_TURNS"
+"""Environment variable that is set where a worker trains only up to the step that its standard
+input names.
+"""
 
 _POLL_S = 0.2
 _LEAST_LOOK_S, _MOST_LOOK_S = 2e-4, 0.02
@@ -96,13 +101,22 @@ class EmulatedRecorder(StepRecorder):
         step_time: that.
         met_s: the last part of the step that is recorded next, in which this rank waited for the
             others before clocks stop.
+        evaluated_s: the training time of what is being evaluated, where the leader has waited for
+            the others; else 0.
     """
 
     def __init__(
         self, run: RankRun, report: Reporter, step_time: StepTimeEmulator, **options: Any
     ) -> None:
         super().__init__(run, report, **options)
-        self.step_time, self.met_s = step_time, 0.0
+        self.step_time, self.met_s, self.evaluated_s = step_time, 0.0, 0.0
+
+    @override
+    def evaluation(
+        self, metric: float, others: Mapping[str, float], *, without: Collection[int] = ()
+    ) -> Evaluation:
+        found = super().evaluation(metric, others, without=without)
+        return replace(found, seconds=max(found.seconds, self.evaluated_s))
 
     @override
     def next_event(self, *, loss: float | None, batch_size: int) -> StepEvent:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, TypeVar
 
@@ -19,8 +19,6 @@ from offbeat.run.records import (
     CONFIG,
     EVALUATIONS,
     EVENTS_KIND,
-    HEAD_FIELDS,
-    MEGA_BATCHES,
     SUMMARY,
     Evaluation,
     Head,
@@ -30,6 +28,8 @@ from offbeat.run.records import (
     append_line,
     events_path,
 )
+
+MEGA_BATCHES: Final = "mega-batches.jsonl"
 
 _MOST: Final = 1 << 53
 """No number is larger but for metrics, losses and channels: arrays hold whole numbers exactly up to
@@ -48,6 +48,7 @@ _MEASURED: Final = frozenset(
     {"metric", "loss", "others", "other_metrics", "target", "final_metric"}
 )
 _ARRIVALS: Final = "arrivals"
+_HEAD_FIELDS: Final = tuple(field.name for field in fields(Head))
 _MAX_LINE: Final = 1 << 26
 
 Speeds: TypeAlias = Literal["equal", "quotas", "padded", "sleeping", "ignored"]
@@ -230,7 +231,7 @@ class Record(RunDirectory):
         lines = (line for _, line in complete_lines(path, having=EVENTS_KIND) if _is_head(line))
         try:
             return [
-                build(Head, {name: line[name] for name in HEAD_FIELDS if name in line})
+                build(Head, {name: line[name] for name in _HEAD_FIELDS if name in line})
                 for line in lines
             ]
         except MALFORMED as error:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from offbeat.codec.jit import keep_freed_memory
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
-from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
+from offbeat.run.progress import EXIT_STOPPED, Failure, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe
 from offbeat.run.recording import REPORT_EVERY_S, OpenRecord, ScriptRecorder
 from offbeat.run.step_recorder import RankRun, StepRecorder
@@ -34,7 +34,7 @@ from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import link_delay, script_recipe, step_time
 from offbeat_lab.config import recipe_of
 from offbeat_lab.joining import join, leave
-from offbeat_lab.pauses import EmulatedRecorder, Pauses, StepLimit
+from offbeat_lab.pauses import TURNS_VARIABLE, EmulatedRecorder, Pauses, StepLimit
 from offbeat_lab.records import Record
 from offbeat_lab.training import train_rank
 
@@ -191,39 +191,55 @@ class ComparedScript(ScriptRecorder):
         assert isinstance(recorder, EmulatedRecorder)
         if self._pause is not None:
             began_s = time.monotonic()
+            self._evaluation_ends()
             with recorder.run.attached.session.resting():
                 self._pause.wait(recorder.run.schedule.position.step)
             recorder.leave_out(time.monotonic() - began_s)
         recorder.step_time.begin_step(recorder.run.schedule.position.step + 1)
 
     @override
-    def _meet(self, step: int, recorder: StepRecorder) -> None:
+    def _record_step(self, loss: float | None, recorder: StepRecorder) -> None:
         assert isinstance(recorder, EmulatedRecorder)
+        step = self.position.step
         if self._pauses is not None:
             recorder.met_s = self._pauses.meet(step)
-
-    @override
-    def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:
+        super()._record_step(loss, recorder)
         if self._pause is not None:
             self._pause.step_done(step, recorder.elapsed_s)
 
     @override
-    def _wait_for_turn(self, step: int) -> None:
-        if self._pauses is not None:
-            self._pauses.wait_for_turn(step)
+    def step_ended(self, num_steps: int) -> None:
+        super().step_ended(num_steps)
+        if self._recorder is not None and self._pauses is not None:
+            # It restarts the clock where it waits.
+            self._pauses.wait_for_turn(self.position.step)
 
     @override
-    def _evaluation_begins(self, recorder: StepRecorder) -> float:
-        if self._pause is None or self._pause.is_evaluating:
-            return self._evaluated_s
+    def evaluates(self) -> None:
+        super().evaluates()
+        recorder, pause = self._recorder, self._pause
+        if pause is None or pause.is_evaluating or recorder is None or not recorder.leads:
+            return
+        assert isinstance(recorder, EmulatedRecorder)
         with recorder.run.attached.session.resting():
-            return self._pause.begin(recorder.run.schedule.position.step, recorder.elapsed_s)
+            recorder.evaluated_s = pause.begin(self.position.step, recorder.elapsed_s)
 
     @override
+    def end(self) -> None:
+        self._evaluation_ends()
+        super().end()
+
+    @override
+    def abandon(self) -> None:
+        super().abandon()
+        self._evaluation_ends()
+
     def _evaluation_ends(self) -> None:
-        super()._evaluation_ends()
+        """This rank trains on, or has come to its end."""
         if self._pause is not None:
             self._pause.end()
+        if isinstance(self._recorder, EmulatedRecorder):
+            self._recorder.evaluated_s = 0.0
 
 
 def train_task(run_directory: Path, turns: StepLimit, obey: Callable[[str], None]) -> int:

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat.run.coordination import serve_store
+from offbeat.run.coordination import serve_store, store_environment
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.cli import doctor as doctor_command
 from offbeat_lab.cluster.parts import PAYLOAD_SHARE
@@ -358,7 +358,7 @@ def test_where_there_are_gpus_each_rank_measures_nccl_on_its_own(
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
     monkeypatch.setattr(measuring, "connect", connect)
     store = serve_store()
-    for name, value in (store.environment(0, 1) | {"LOCAL_RANK": "1"}).items():
+    for name, value in (store_environment(store, 0, 1) | {"LOCAL_RANK": "1"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StoppedError):
         measuring.measure()

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.run.config import ScriptCommand
-from offbeat.run.coordination import serve_store
+from offbeat.run.coordination import serve_store, store_environment
 from offbeat.run.coupling import ModelListener, ScriptSessions
 from offbeat.run.worker import patched_for, run_as_main
 from offbeat_lab.attaching import script_recipe
@@ -72,6 +72,6 @@ def of_two_ranks(
         2,
         timeout_s=timeout_s,
         strategies=list(strategies),
-        stores=[server.environment(0, 2) for server in servers],
+        stores=[store_environment(server, 0, 2) for server in servers],
         **arguments,
     )

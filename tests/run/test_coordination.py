@@ -278,7 +278,7 @@ def test_a_secret_that_the_user_chose_stays_out_of_the_store(
     monkeypatch.setenv(SECRET_VARIABLE, chosen or "")
     (port,) = free_ports(1)
     own = meet(Meeting(host=LOOPBACK, port=port, num_nodes=1, node_rank=0), workers=2)
-    stored = own.store.store.get(IN_STORE).decode()
+    stored = own.store.get(IN_STORE).decode()
     assert stored == ("" if chosen else own.secret)
     assert own.secret == (chosen or stored)
     assert len(own.secret) >= 16
@@ -291,7 +291,7 @@ def test_a_host_without_the_secret_of_the_first_one_says_so(
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     server = serve_store()
     for key, value in ((IN_STORE, ""), ("offbeat-hosts/0", "2")):
-        server.store.set(key, value)
+        server.set(key, value)
     where = Meeting(host=LOOPBACK, port=server.port, num_nodes=2, node_rank=1)
     with pytest.raises(ConfigError, match=f"{SECRET_VARIABLE} is set on the first host"):
         meet(where, workers=2)
@@ -300,7 +300,7 @@ def test_a_host_without_the_secret_of_the_first_one_says_so(
 def test_the_first_host_waits_as_long_as_the_others_and_names_the_one_that_has_not_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert serve_store().store.timeout == PATIENCE  # type: ignore[attr-defined]
+    assert serve_store().timeout == PATIENCE  # type: ignore[attr-defined]
     monkeypatch.setattr(coordination, "PATIENCE", timedelta(milliseconds=100))
     monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
     (port,) = free_ports(1)

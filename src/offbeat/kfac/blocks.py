@@ -180,9 +180,8 @@ class JoinedGradients(NamedTuple):
             matrix = matrix[..., :-1]
         parts = matrix.contiguous().split(self.sizes)
         weights = [each.weight for each in self.members]
-        for_each(
-            "copy_", weights, [part.view_as(to) for part, to in zip(parts, weights, strict=True)]
-        )
+        views = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
+        for_each("copy_", weights, views)
 
     @property
     def parts(self) -> list[torch.Tensor]:

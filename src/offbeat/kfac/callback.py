@@ -196,11 +196,8 @@ class KFACCallback(Callback):
         if not any(in_use):
             return  # no rank had a batch: look again in the next step with factors
         self._is_checked = True
-        unseen = [
-            layer
-            for layer, flag, seen_ in zip(layers, in_use, is_seen, strict=True)
-            if flag and not seen_
-        ]
+        told = zip(layers, in_use, is_seen, strict=True)
+        unseen = [layer for layer, is_used, was_seen in told if is_used and not was_seen]
         if len(unseen) == sum(in_use):
             raise UnsupportedError(
                 f"K-FAC has seen no layer of this model at work, although their weights have"
@@ -508,11 +505,8 @@ class FactorAverages:
 
     def lacking(self, saved: Mapping[str, Any]) -> list[str]:
         """Names of the factors that this rank keeps and `saved` has no average of."""
-        return [
-            self._slots[slot].name
-            for slot in self.factors
-            if f"{self._slots[slot].key}/sum" not in saved
-        ]
+        kept = (self._slots[number] for number in self.factors)
+        return [slot.name for slot in kept if f"{slot.key}/sum" not in saved]
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`. An average that is not in `saved` stays as it is."""

@@ -198,16 +198,12 @@ class Capture:
         found = [self._take_use(place, side) for place in self._uses_of[index]]
         self._taken.add((index, side))
         sums = [self._sums[place] for place in self._uses_of[index]]
-        # One weight counts for both uses, and it is that of the terms of the loss, of which both
-        # see the same.
-        increment = (
-            found[0]
-            if len(found) == 1
-            else Increment(
-                torch.cat([packed for packed, _ in found]),
-                max(float(self._count_terms(each)[1]) for each in sums),
-            )
-        )
+        increment = found[0]
+        if len(found) > 1:
+            # One weight counts for both uses, and it is that of the terms of the loss, of which
+            # both see the same.
+            weight = max(self._count_terms(each)[1] for each in sums)
+            increment = Increment(torch.cat([packed for packed, _ in found]), weight)
         if side == "output":
             for each in sums:
                 each.terms = {}
@@ -228,9 +224,8 @@ class Capture:
         ):
             weight = block.weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
-            return Increment(
-                torch.zeros(block.shape(own_side).packed, dtype=dtype, device=weight.device), 0.0
-            )
+            zeros = torch.zeros(block.shape(own_side).packed, dtype=dtype, device=weight.device)
+            return Increment(zeros, 0.0)
         if own_side == "input":
             return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
         # The backward pass delivers the gradient of a mean over all terms: each term's own gradient

@@ -161,12 +161,11 @@ def _empty_moment(
     """Zeros of shape (groups, d, d), and a view of all but the ones as (groups, i, j, C, i', j',
     C).
     """
-    taps, per_group = window.taps, images.shape[1] // groups
-    dim = taps[0] * taps[1] * per_group
+    shape = (*window.taps, images.shape[1] // groups)
+    dim = torch.Size(shape).numel()
     total = images.new_zeros(groups, dim + ones, dim + ones)
-    return total, total[:, :dim, :dim].unflatten(2, (*taps, per_group)).unflatten(
-        1, (*taps, per_group)
-    )
+    blocks: torch.Tensor = total[:, :dim, :dim].unflatten(2, shape).unflatten(1, shape)
+    return total, blocks
 
 
 def _write_ones_(total: torch.Tensor, images: torch.Tensor, window: Window) -> None:

@@ -123,7 +123,5 @@ class KFACSettings:
 
     def has_inversions(self, step: int) -> bool:
         """Whether factors are inverted in `step`: of the first ones in 0, 1, 2, 4, 8, ..."""
-        is_power_of_two = not step & (step - 1)
-        return not step % self.inverse_interval or (
-            is_power_of_two and step < self.inverse_interval
-        )
+        is_one_of_the_first = step < self.inverse_interval and step.bit_count() == 1
+        return is_one_of_the_first or not step % self.inverse_interval

@@ -172,9 +172,15 @@ def pack(matrices: torch.Tensor) -> torch.Tensor:
         Shape (groups, d (d + 1) / 2), a copy.
     """
     groups, dim, _ = matrices.shape
-    if _is_copied_by_rows(matrices, dim):
-        return packed_triangles(matrices)
-    return matrices.reshape(groups, dim * dim).index_select(1, _upper(dim, matrices.device))
+    if not _is_copied_by_rows(matrices, dim):
+        return matrices.reshape(groups, dim * dim).index_select(1, _upper(dim, matrices.device))
+    copy = lapack.dtrttp if matrices.dtype == torch.float64 else lapack.strttp
+    # LAPACK's lower triangles, column by column, are upper ones row by row.
+    rows = [
+        torch.from_numpy(copy(matrix.T, uplo="L")[0])
+        for matrix in matrices.detach().contiguous().numpy()
+    ]
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
 def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
@@ -182,16 +188,21 @@ def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
     2).
     """
     if _is_copied_by_rows(packed, dim):
-        return mirror_(unpacked_triangles(packed, dim))
+        return mirror_(unpack_triangles(packed, dim))
     both: torch.Tensor = packed.index_select(1, _both(dim, packed.device))
     return both.view(-1, dim, dim)
 
 
 def unpack_triangles(packed: torch.Tensor, dim: int) -> torch.Tensor:
     """As `unpack`, for those who read upper triangles only: what lies below means nothing."""
-    if _is_copied_by_rows(packed, dim):
-        return unpacked_triangles(packed, dim)
-    return unpack(packed, dim)
+    if not _is_copied_by_rows(packed, dim):
+        return unpack(packed, dim)
+    copy = lapack.dtpttr if packed.dtype == torch.float64 else lapack.stpttr
+    matrices = [
+        torch.from_numpy(copy(dim, triangle, uplo="L")[0].T)
+        for triangle in packed.detach().contiguous().numpy()
+    ]
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
 
 
 def mirror_(matrices: torch.Tensor) -> torch.Tensor:
@@ -330,31 +341,6 @@ def sum_outer_products_(squares: torch.Tensor, rows: torch.Tensor) -> None:
                 lower=1,
                 overwrite_c=1,
             )
-
-
-def packed_triangles(matrices: torch.Tensor) -> torch.Tensor:
-    """The upper triangles of `matrices`, shape (n, d, d), float32 or float64, on the CPU, row by
-    row: shape (n, d (d + 1) / 2).
-    """
-    pack = lapack.dtrttp if matrices.dtype == torch.float64 else lapack.strttp
-    # LAPACK's lower triangles, column by column, are upper ones row by row.
-    rows = [
-        torch.from_numpy(pack(matrix.T, uplo="L")[0])
-        for matrix in matrices.detach().contiguous().numpy()
-    ]
-    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
-
-
-def unpacked_triangles(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """The inverse of `packed_triangles`, shape (n, dim, dim). What lies below the diagonals means
-    nothing.
-    """
-    unpack = lapack.dtpttr if packed.dtype == torch.float64 else lapack.stpttr
-    matrices = [
-        torch.from_numpy(unpack(dim, triangle, uplo="L")[0].T)
-        for triangle in packed.detach().contiguous().numpy()
-    ]
-    return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]

@@ -87,11 +87,8 @@ STEPS_OF_A_TRIANGLE = 25
 
 def usual_form(device: torch.device, inverse_interval: int) -> InverseForm:
     """Inverses, except where a CPU makes new ones often. GPUs are slow at solving."""
-    return (
-        "inverse"
-        if is_asynchronous(device) or inverse_interval > STEPS_OF_A_TRIANGLE
-        else "triangle"
-    )
+    are_worth_it = is_asynchronous(device) or inverse_interval > STEPS_OF_A_TRIANGLE
+    return "inverse" if are_worth_it else "triangle"
 
 
 def form_for(form: InverseForm, shape: FactorShape) -> InverseForm:
@@ -119,12 +116,9 @@ class Inverter:
 
     def stored_shape(self, shape: FactorShape) -> tuple[int, int]:
         """Shape of what is kept of a factor's inverse."""
-        shape = shape.joined
-        return (
-            (shape.groups, shape.dim**2)
-            if self._form == "bfloat16" and not shape.is_diagonal
-            else shape.packed
-        )
+        if self._form == "bfloat16" and not shape.is_diagonal:
+            return shape.groups, shape.dim**2
+        return shape.joined.packed
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In what dtype inverses of factors in `dtype` are kept."""
@@ -181,12 +175,8 @@ class Inverter:
                 dtype=self.stored_dtype(packed.dtype),
                 device=packed.device,
             )
-        for some, of_each, place in zip(
-            packed.split(num_at_once),
-            damping.split(num_at_once),
-            found.split(num_at_once),
-            strict=True,
-        ):
+        portions = (whole.split(num_at_once) for whole in (packed, damping, found))
+        for some, of_each, place in zip(*portions, strict=True):
             results, good = damp_and_invert_(unpack_triangles(some, dim), of_each, form)
             place.copy_(self._keep(results))
             goods.append(good)

@@ -246,13 +246,9 @@ def _times_s(dims: Sequence[int], costs: InverseCosts) -> list[float]:
 
 def _assigned(world_size: int, shared: Sequence[bool], loads: Sequence[float]) -> tuple[Owner, ...]:
     """`shared` factors to every rank, the others by the least loaded."""
-    sent = [index for index in range(len(loads)) if not shared[index]]
-    owners = list(by_every_rank(len(loads)))
-    for index, owner in zip(
-        sent, least_loaded([loads[index] for index in sent], world_size), strict=True
-    ):
-        owners[index] = owner
-    return tuple(owners)
+    sent = [load for load, is_shared in zip(loads, shared, strict=True) if not is_shared]
+    owners = iter(least_loaded(sent, world_size))
+    return tuple(None if is_shared else next(owners) for is_shared in shared)
 
 
 class InversionCost(Protocol):
@@ -299,12 +295,10 @@ class TabledInversion:
             return self.seconds[0]
         if above == len(self.dims):
             return self.seconds[-1] * math.pow(dim / self.dims[-1], 3)
-        part = math.log(dim / self.dims[above - 1]) / math.log(
-            self.dims[above] / self.dims[above - 1]
-        )
-        return self.seconds[above - 1] * math.pow(
-            self.seconds[above] / self.seconds[above - 1], part
-        )
+        low, high = self.dims[above - 1 : above + 1]
+        low_s, high_s = self.seconds[above - 1 : above + 1]
+        part = math.log(dim / low) / math.log(high / low)
+        return low_s * math.pow(high_s / low_s, part)
 
 
 def slowest(samples_of_ranks: Iterable[Mapping[int, float]]) -> dict[int, float]:

@@ -321,12 +321,10 @@ def inversion_order(
     ordered = largest_first(loads)
     done: dict[Owner, float] = {}
     batches: list[tuple[tuple[bool, int, float], InverseBatch]] = []
-    for num_messages, owner in sorted(
-        {*zip(needed, plan.owners, strict=True)}, key=lambda some: some[0]
-    ):
-        slots = [
-            slot for slot in ordered if (needed[slot], plan.owners[slot]) == (num_messages, owner)
-        ]
+    kinds = list(zip(needed, plan.owners, strict=True))
+    for kind in sorted(set(kinds), key=lambda each: each[0]):
+        num_messages, owner = kind
+        slots = [slot for slot in ordered if kinds[slot] == kind]
         for together in _divided(slots, inputs, is_owned=owner is not None):
             done[owner] = done.get(owner, 0.0) + sum(loads[slot] for slot in together)
             batch = InverseBatch(slots=tuple(together), owner=owner, num_messages=num_messages)
@@ -365,13 +363,9 @@ def _divided(slots: Sequence[int], inputs: PlanInputs, *, is_owned: bool) -> lis
             divided.append(some)
         elif inputs.costs is not None:
             dims = [inputs.dims[slot] for slot in some]
-            divided += [
-                [some[place] for place in message]
-                for message in fused_messages(dims, inputs.world_size, inputs.costs.inverse)
-            ]
+            messages = fused_messages(dims, inputs.world_size, inputs.costs.inverse)
+            divided += [[some[place] for place in message] for message in messages]
         else:
-            divided += [
-                list(same_size)
-                for _, same_size in groupby(some, key=lambda slot: inputs.dims[slot])
-            ]
+            by_size = groupby(some, key=lambda slot: inputs.dims[slot])
+            divided += [list(same_size) for _, same_size in by_size]
     return divided

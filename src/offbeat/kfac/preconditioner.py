@@ -252,14 +252,11 @@ class _GradientMessage:
     def __init__(self, members: Sequence[InvertedBlock], owner: int) -> None:
         self.owner, self._members = owner, members
         blocks = [each.block for each in members]
+        sizes = [*(block.num_parameters for block in blocks), len(blocks), 1]
         dtypes = (block.weight.dtype for block in blocks)
-        sizes = [block.num_parameters for block in blocks]
-        self.flat = torch.zeros(
-            sum(sizes) + len(blocks) + 1,
-            dtype=reduce(torch.promote_types, dtypes, torch.float32),
-            device=blocks[0].weight.device,
-        )
-        *parts, self._exists, change = self.flat.split([*sizes, len(blocks), 1])
+        dtype = reduce(torch.promote_types, dtypes, torch.float32)
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=blocks[0].weight.device)
+        *parts, self._exists, change = self.flat.split(sizes)
         self._preconditioned = [
             part.view(block.matrix_shape) for part, block in zip(parts, blocks, strict=True)
         ]
@@ -312,11 +309,6 @@ class InverseExchange:
         self.invert_s = self.wait_s = 0.0
         self._slots, self._inverter, self._driver, self._stream = slots, inverter, driver, stream
         self.packed: list[torch.Tensor | None] = [None] * len(slots)
-        self._tasks_of: Callable[[Sequence[int]], Sequence[InversionTask]] | None = None
-        self._num_messages: float = 0
-        self._to_send: deque[tuple[InverseBatch, int, torch.Tensor]] = deque()
-        self._to_fill: deque[InverseBatch] = deque()
-        self._pending: list[Pending[torch.Tensor]] = []
 
     def adopt(self, order: Sequence[InverseBatch], *, travels: bool) -> None:
         """Invert in `order` from now on. Inverses that are there already go on, side by side in
@@ -355,8 +347,9 @@ class InverseExchange:
         """From now on every inverse is brought up to date. `tasks_of` says what to invert for slots
         that this rank inverts, all of one dtype and device.
         """
-        self._tasks_of, self._num_messages = tasks_of, 0
-        self._to_send, self._to_fill, self._pending = deque(self._messages), deque(self._by_all), []
+        self._tasks_of, self._num_messages = tasks_of, 0.0
+        self._to_send, self._to_fill = deque(self._messages), deque(self._by_all)
+        self._pending: list[Pending[torch.Tensor]] = []
 
     def advance(self, num_messages: float) -> None:
         """The first `num_messages` messages of factors have been taken in: owners invert and send
@@ -395,7 +388,6 @@ class InverseExchange:
         self._pending = []
 
     def _invert(self, slots: Sequence[int]) -> None:
-        assert self._tasks_of is not None
         begin_s = time.monotonic()
         for some in self._portions(slots):
             rooms = [room for slot in some if (room := self.packed[slot]) is not None]
@@ -557,9 +549,8 @@ def precondition_(
     apart: list[tuple[BlockGradient | JoinedGradients, torch.Tensor]] = []
     for lr, gradient, matrix, preconditioned in _apply_each(members, joins=grafting == "none"):
         if kl_clip is not None:
-            products.setdefault(lr, []).append(
-                torch.linalg.vecdot(preconditioned.flatten(), matrix.flatten())
-            )
+            product = torch.linalg.vecdot(preconditioned.flatten(), matrix.flatten())
+            products.setdefault(lr, []).append(product)
         graft_(preconditioned, matrix, grafting)
         if kl_clip is not None and gradient.parts[0].itemsize < preconditioned.itemsize:
             apart.append((gradient, preconditioned))

@@ -136,11 +136,9 @@ class FactorScheduler(ExchangeListener):
         """Act on `plan` from the next step on."""
         self._drop()  # messages under way belong to the plan before
         self.plan = plan
+        codec = self._settings.curvature.factor_codec
         self.messages = [
-            FactorMessage(
-                [self._slots[slot] for slot in group],
-                codec=self._settings.curvature.factor_codec,
-            )
+            FactorMessage([self._slots[slot] for slot in group], codec=codec)
             for group in plan.groups
         ]
         self._message_of = {
@@ -387,12 +385,9 @@ class FactorMessage:
 
     def __init__(self, slots: Sequence[FactorSlot], *, codec: str) -> None:
         self.slots, self._codec = slots, codec
-        sizes = [slot.shape.num_elements for slot in slots]
-        first = slots[0]
-        self._flat = torch.zeros(
-            sum(sizes) + 2 * len(slots), dtype=first.dtype, device=first.device
-        )
-        *parts, self._tail = self._flat.split([*sizes, 2 * len(slots)])
+        sizes = [*(slot.shape.num_elements for slot in slots), 2 * len(slots)]
+        self._flat = torch.zeros(sum(sizes), dtype=slots[0].dtype, device=slots[0].device)
+        *parts, self._tail = self._flat.split(sizes)
         self._views = [
             part.view(slot.shape.packed) for part, slot in zip(parts, slots, strict=True)
         ]
@@ -492,9 +487,5 @@ class FactorMessage:
         weights, nums_retired = self._tail.view(-1, 2).unbind(1)
         divisors = weights.masked_fill(~(weights > 0), 1.0)
         for_each("div_", self._views, list(divisors.unbind()))
-        return [
-            SummedFactor(slot.index, *rest)
-            for slot, *rest in zip(
-                self.slots, self._views, weights.unbind(), nums_retired.unbind(), strict=True
-            )
-        ]
+        sums = zip(self.slots, self._views, weights.unbind(), nums_retired.unbind(), strict=True)
+        return [SummedFactor(slot.index, *rest) for slot, *rest in sums]

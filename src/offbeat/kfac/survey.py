@@ -45,7 +45,6 @@ class Holder(NamedTuple):
 
     name: str
     module: nn.Module
-    parameter_name: str
 
 
 Holders: TypeAlias = Mapping[int, Sequence[Holder]]
@@ -166,8 +165,8 @@ def _listed(plain: Mapping[str, str]) -> str:
 def _holders(model: nn.Module) -> Holders:
     found: dict[int, list[Holder]] = {}
     for name, module in model.named_modules():
-        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(id(parameter), []).append(Holder(name, module, own_name))
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append(Holder(name, module))
     # What stands beside layers and shows one of their parameters as its own uses it not itself.
     return {
         key: [one for one in each if not _has_layers(one.module)] or each
@@ -267,7 +266,7 @@ def _blocks_of_shared(
     weight = _own_parameter(module, "weight")
     users = [] if weight is None or not weight.requires_grad else holders[id(weight)]
     if len(users) < 2:
-        users = [Holder(name, module, "weight")]
+        users = [Holder(name, module)]
     blocks, reason = _tied_block(users, holders, curvature)
     plain: dict[str, str] = {}
     for user in users:

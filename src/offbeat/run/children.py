@@ -36,7 +36,7 @@ class ChildFunction:
             return self._function(*args, **kwargs)
         # What is imported here takes a while, and processes that are forked need none of it.
         from offbeat.run.config import RunConfig
-        from offbeat.run.coupling import ModelListener, ScriptSessions, is_good_end
+        from offbeat.run.coupling import ModelListener, ScriptSessions
         from offbeat.run.recipes import recipe_for
         from offbeat.run.worker import patched_for
 
@@ -50,7 +50,7 @@ class ChildFunction:
             try:
                 result = self._function(*args, **kwargs)
             except BaseException as error:
-                sessions.close(None if is_good_end(error) else error)
+                sessions.close(error)
                 raise
             sessions.close(None)
         if sessions.num_ddp_models and (complaint := sessions.complaint(sys.argv[0])) is not None:

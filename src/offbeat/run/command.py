@@ -195,7 +195,7 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
                 " something else has launched these; leave it out, and let that one start them"
                 " again, as torchrun --max-restarts does"
             )
-        return run_launched(config_of(workers=launch.world_size), given.out)
+        return run_launched(config_of(workers=launch.world_size), given.out, rank=launch.rank)
     num_workers = DEFAULT_WORKERS if given.workers is None else given.workers
     config, host = config_of(workers=num_workers), None
     if where is not None:

@@ -18,10 +18,10 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 
 from offbeat.transport.connect import RETURN_VARIABLE, launched
 from offbeat.transport.interface import bound_socket
@@ -39,65 +39,51 @@ SUPERVISED_VARIABLE: Final = "OFFBEAT_STORE_PORT"
 PATIENCE: Final = timedelta(minutes=30)
 """Slowness is no failure: a dead worker is noticed by the process that started it."""
 
+RunStore: TypeAlias = TCPStore
+"""The store of a run, which workers reach at its `host` and `port`."""
+
 _PREFIX: Final = "offbeat-run"
 _LONGEST_PAUSE_S: Final = 0.02
 _never: Final = threading.Event()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RunStore:
-    """The store of a run, as the supervisor of some of its workers sees it.
-
-    Attributes:
-        store: the store itself, which lives as long as this does.
-        address, port: at which workers reach it.
-    """
-
-    store: Store
-    address: str
-    port: int
-
-    def environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """What worker `rank` needs to find the store, in the variables that torch.distributed knows
-        too.
-        """
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-            SUPERVISED_VARIABLE: str(self.port),
-        }
-
-
 def serve_store(address: str = LOOPBACK, port: int = 0) -> RunStore:
-    """The store, in this process, on a socket that listens on `address` only.
+    """The store, in this process and as long as it lives, on a socket that listens on `address`
+    only.
 
     Args:
         address: of this host.
         port: 0 takes a free one.
     """
     with bound_socket(address, port) as listener:
-        port = listener.getsockname()[1]
         # Given only an address, the store would listen on every interface.
-        descriptor = os.dup(listener.fileno())
-        store = dist.TCPStore(
+        return TCPStore(
             address,
-            port,
+            listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
             timeout=PATIENCE,
-            master_listen_fd=descriptor,
+            master_listen_fd=os.dup(listener.fileno()),
         )
-    return RunStore(store=store, address=address, port=port)
 
 
-def store_client(address: str, port: int) -> Store:
+def store_client(address: str, port: int) -> RunStore:
     """A connection to the store that a supervisor serves at `address`. Waits for it. Raises
     `RuntimeError` where nobody serves one.
     """
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+
+
+def store_environment(store: RunStore, rank: int, world_size: int) -> dict[str, str]:
+    """What worker `rank` needs to find `store`, in variables that torch.distributed knows too."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        SUPERVISED_VARIABLE: str(store.port),
+    }
 
 
 def text_in_time(store: Store, key: str) -> str | None:

@@ -14,11 +14,6 @@ from offbeat.errors import MALFORMED, OffbeatError, WireError
 PIPE_VARIABLE = "OFFBEAT_PROGRESS_FD"
 """Environment variable with the number of the pipe's descriptor."""
 
-TURNS_VARIABLE = "OFFBEAT_TURNS"
-"""Environment variable that is set where a worker trains only up to the step that its standard
-input names.
-"""
-
 ELAPSED_VARIABLE = "OFFBEAT_ELAPSED_S"
 """Environment variable with the training time at which a worker that comes back was started, in
 seconds.

@@ -132,7 +132,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._is_attached = False
         self._optimizer: torch.optim.Optimizer | None = None
         self._step_has_begun = self._has_evaluated = self._was_asked = False
-        self._evaluated_s = 0.0
 
     @property
     def target(self) -> int:
@@ -205,8 +204,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def evaluates(self) -> None:
         """The script puts a model out of training mode: what follows belongs to no step."""
         self._has_evaluated = True
-        if self._recorder is not None and self._recorder.leads:
-            self._evaluated_s = self._evaluation_begins(self._recorder)
 
     @override
     def stepped_without_session(self) -> None:
@@ -238,9 +235,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         step = self.position.step
         loss = None if self._loss_of_step is None else float(self._loss_of_step)
         self._losses_seen = self._losses_seen or loss is not None
-        self._meet(step, recorder)
-        recorder.step_done(loss=loss, batch_size=self._num_samples)
-        self._step_is_recorded(step, recorder)
+        self._record_step(loss, recorder)
         if loss is not None:
             self._losses.append(loss)
         self._step_is_over()
@@ -250,7 +245,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
                 self._keep_training_loss(recorder.evaluation(mean, {}))
             self._losses = []
         self._stop_at_limit()
-        self._wait_for_turn(step)
         recorder.restart_clock()
 
     @override
@@ -269,8 +263,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if name is None or name not in values or recorder is None or not recorder.leads:
             return
         others = {other: value for other, value in values.items() if other != name}
-        found = recorder.evaluation(values[name], others)
-        self._metric = replace(found, seconds=max(found.seconds, self._evaluated_s))
+        self._metric = recorder.evaluation(values[name], others)
         recorder.write_evaluation(self._metric)
 
     def end(self) -> None:
@@ -282,7 +275,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         self.training_ends()
         self._recorder = None
-        self._evaluation_ends()
         try:
             with closing(recorder):
                 notices = []
@@ -305,7 +297,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if recorder is not None:
             with suppress(OffbeatError):  # as of a full disk, which may be why the script failed
                 recorder.close()
-        self._evaluation_ends()
 
     def _stop_at_limit(self) -> None:
         if self._limit is not None and self.position.step >= self._limit:
@@ -321,7 +312,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if self._step_has_begun or recorder is None:
             return
         self._step_has_begun = True
-        self._evaluation_ends()
         if self._has_evaluated:
             recorder.restart_clock()
             self._has_evaluated = False
@@ -338,22 +328,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def _step_begins(self, recorder: StepRecorder) -> None:
         """Before the first thing that is seen of a step."""
 
-    def _meet(self, step: int, recorder: StepRecorder) -> None:
-        """At the end of `step`, before it is recorded."""
-
-    def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:
-        """`step` has its event."""
-
-    def _wait_for_turn(self, step: int) -> None:
-        """Return when a step after `step` may begin."""
-
-    def _evaluation_begins(self, recorder: StepRecorder) -> float:
-        """This rank leads and evaluates. Returns the training time of what it measures."""
-        return 0.0
-
-    def _evaluation_ends(self) -> None:
-        """This rank trains on, or has come to its end."""
-        self._evaluated_s = 0.0
+    def _record_step(self, loss: float | None, recorder: StepRecorder) -> None:
+        """A step has ended, and is written down."""
+        recorder.step_done(loss=loss, batch_size=self._num_samples)
 
     def _loss_logged(self, loss: float) -> None:
         """The script says its loss, before the optimizer's step or after it."""

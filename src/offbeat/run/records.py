@@ -52,7 +52,6 @@ EVENTS_KIND: Final = "offbeat events"
 CONFIG: Final = "config.json"
 SUMMARY: Final = "summary.json"
 EVALUATIONS: Final = "evaluations.jsonl"
-MEGA_BATCHES: Final = "mega-batches.jsonl"
 
 _TAIL_BYTES: Final = 100_000
 _WRITE_EVERY_S: Final = 0.1
@@ -146,7 +145,6 @@ class Head:
 
 
 EVENT_FIELDS: Final = tuple(field.name for field in fields(StepEvent))
-HEAD_FIELDS: Final = tuple(field.name for field in fields(Head))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,11 +176,9 @@ class WorkerLoss:
             f"worker {self.rank} died after step {self.step} was recorded ({self.cause});"
             f" {self.num_left} of {self.num_workers} went on"
         )
-        return (
-            what
-            if self.returned_step is None
-            else f"{what}; it was back after step {self.returned_step}"
-        )
+        if self.returned_step is None:
+            return what
+        return f"{what}; it was back after step {self.returned_step}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,18 +257,19 @@ class RunDirectory:
 
     def summary(self) -> Summary | None:
         """How the run ended; None while it runs, or when it was killed."""
-        if not (self.path / SUMMARY).exists():
+        path = self.path / SUMMARY
+        if not path.exists():
             return None
         try:
-            content = json.loads((self.path / SUMMARY).read_bytes())
+            content = json.loads(path.read_bytes())
         except OSError as error:
-            raise RecordError(f"cannot read {self.path / SUMMARY}: {error.strerror}") from None
+            raise RecordError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"{self.path / SUMMARY} is damaged: {error}") from None
+            raise RecordError(f"{path} is damaged: {error}") from None
         try:
             return build(Summary, content)
         except MALFORMED as error:
-            raise RecordError(f"{self.path / SUMMARY} is damaged at {error}") from None
+            raise RecordError(f"{path} is damaged at {error}") from None
 
 
 def last_step(path: Path, rank: int) -> int:
@@ -561,12 +558,10 @@ def environment() -> dict[str, object]:
     """Where and with what this process runs, as a record keeps it."""
     import offbeat  # the facade; only its version is wanted
 
-    versions: dict[str, object] = {
+    return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
-    }
-    return versions | {
         "offbeat": offbeat.__version__,
         "platform": platform.platform(),
         "num_cpus": usable_cores(),

@@ -25,7 +25,7 @@ from pathlib import Path
 from offbeat.codec import jit
 from offbeat.errors import ConfigError
 from offbeat.run.config import RunConfig
-from offbeat.run.coordination import RunStore, serve_store, store_client, text_in_time
+from offbeat.run.coordination import serve_store, store_client, text_in_time
 from offbeat.run.interrupts import interrupts
 from offbeat.run.local_worker import WorkerProcess, WorkerProgram, WorkerStart, start_process
 from offbeat.run.progress import Listener, NoticeListener
@@ -217,36 +217,32 @@ def meet(where: Meeting, workers: int) -> HostShare:
             secret that this one lacks, or a host does not come.
     """
     os.environ["MASTER_ADDR"] = where.host
-    address = listen_address()
+    address, secret = listen_address(), os.environ.get(SECRET_VARIABLE, "")
     if where.node_rank == 0:
         store = serve_store(address, where.port)
+        # Anybody on this network can read the store, so a secret that the user chose stays out.
+        drawn = "" if secret else secrets.token_hex(32)
+        store.set(f"{_HOSTS}/secret", drawn)
+        secret = secret or drawn
     else:
         try:
-            found = store_client(where.host, where.port)
+            store = store_client(where.host, where.port)
         except RuntimeError as error:
             raise ConfigError(
                 f"no supervisor serves a store at {where.host} port {where.port} ({error}); start"
                 " offbeat run --node-rank 0 there"
             ) from None
-        store = RunStore(store=found, address=where.host, port=where.port)
-    raw = store.store
-    secret = os.environ.get(SECRET_VARIABLE, "")
-    if where.node_rank == 0:
-        # Anybody on this network can read the store, so a secret that the user chose stays out.
-        drawn = "" if secret else secrets.token_hex(32)
-        raw.set(f"{_HOSTS}/secret", drawn)
-        secret = secret or drawn
-    raw.set(f"{_HOSTS}/{where.node_rank}", str(workers))
+    store.set(f"{_HOSTS}/{where.node_rank}", str(workers))
     counts = []
     for node in range(where.num_nodes):
-        said = text_in_time(raw, f"{_HOSTS}/{node}")
+        said = text_in_time(store, f"{_HOSTS}/{node}")
         if said is None:
             raise ConfigError(
                 f"host {node} of {where.num_nodes} has not come to {where.host} port {where.port};"
                 f" start offbeat run --node-rank {node} there, too"
             )
         counts.append(int(said))
-    secret = secret or raw.get(f"{_HOSTS}/secret").decode()
+    secret = secret or store.get(f"{_HOSTS}/secret").decode()
     if not secret:
         raise ConfigError(
             f"{SECRET_VARIABLE} is set on the first host, and not on this one; set the same on all"

@@ -27,6 +27,7 @@ from offbeat.run.coordination import (
     publish_step,
     record_death,
     serve_store,
+    store_environment,
 )
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.local_worker import (
@@ -118,7 +119,6 @@ class WorkerGroup:
         self._config = config
         self._on_progress, self._on_notice = on_progress, on_notice
         self._workers: list[LocalWorker] = []
-        self._store: RunStore | None = None
         self._selector = selectors.DefaultSelector()
         self._died: list[int] = []
         self._ended_by_us: set[int] = set()
@@ -136,7 +136,7 @@ class WorkerGroup:
         num_here = self._config.workers if share is None else share.num_workers
         try:
             for rank in range(self._first_rank, self._first_rank + num_here):
-                worker = self._start(rank, self._secret)
+                worker = self._start(rank)
                 self._workers.append(worker)
                 self._watch(worker)
         except BaseException:
@@ -236,16 +236,15 @@ class WorkerGroup:
         )
         return next(leavers, None)
 
-    def _start(self, rank: int, secret: str, *, restart: int = 0) -> LocalWorker:
+    def _start(self, rank: int, *, restart: int = 0) -> LocalWorker:
         """Start the process of `rank`; `restart` counts those that have had this rank before and
         died.
         """
-        assert self._store is not None
-        environment = {"OMP_NUM_THREADS": "1", **ON_LOOPBACK, SECRET_VARIABLE: secret}
+        environment = {"OMP_NUM_THREADS": "1", **ON_LOOPBACK, SECRET_VARIABLE: self._secret}
         local_rank = rank - self._first_rank
         if restart:
             environment |= {RETURN_VARIABLE: str(restart), ELAPSED_VARIABLE: repr(self.seconds)}
-        environment |= self._store.environment(rank, self._config.workers)
+        environment |= store_environment(self._store, rank, self._config.workers)
         environment |= {"LOCAL_RANK": str(local_rank), **self._program.environment}
         return start_worker(
             rank,
@@ -286,8 +285,7 @@ class WorkerGroup:
                 case WorkerProgress():
                     worker.seconds, worker.survives_death = report.seconds, report.survives_death
                     if self._program.ends_alone and report.survives_death:
-                        assert self._store is not None
-                        publish_step(self._store.store, report.rank, report.step)
+                        publish_step(self._store, report.rank, report.step)
                     self._on_progress(report)
         return more
 
@@ -336,9 +334,8 @@ class WorkerGroup:
         """Whether all workers that never died have taken their last step, long enough ago for one
         that has come back to do so too. They wait for it until it is dead.
         """
-        assert self._store is not None
         if self._only_returned_since_s is None and only_returned_ranks_step(
-            self._store.store, self._config.workers
+            self._store, self._config.workers
         ):
             self._only_returned_since_s = now_s
         since_s = self._only_returned_since_s
@@ -364,10 +361,9 @@ class WorkerGroup:
 
     def _record_death(self, worker: LocalWorker) -> None:
         """Tell the peers of `worker`, and the listener, that it has died."""
-        assert self._store is not None
         # Peers must hear of the death before anything else here takes time: they wait for this rank
         # until they do.
-        record_death(self._store.store, worker.rank, deaths=worker.restart + 1)
+        record_death(self._store, worker.rank, deaths=worker.restart + 1)
         self._drain(worker)
         if self._num_interrupts and (
             worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM
@@ -433,9 +429,8 @@ class WorkerGroup:
     def _start_again(self, old: LocalWorker) -> None:
         self._drain(old)
         old.close()
-        worker = self._workers[old.rank - self._first_rank] = self._start(
-            old.rank, self._secret, restart=old.restart + 1
-        )
+        worker = self._start(old.rank, restart=old.restart + 1)
+        self._workers[old.rank - self._first_rank] = worker
         worker.survives_death = old.survives_death  # the others go on if it dies again
         self._watch(worker)
 
@@ -463,4 +458,4 @@ class WorkerGroup:
         for worker in self._workers:
             worker.close()
         self._selector.close()
-        self._store = None
+        del self._store

@@ -33,7 +33,7 @@ from offbeat.run.recording import OpenRecord, ScriptRecorder, shared_record
 from offbeat.run.records import RunDirectory
 from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
-from offbeat.transport.connect import is_returning, launched
+from offbeat.transport.connect import is_returning
 
 _OTHER_HOSTS_S = 60.0
 """For how long the end of a run waits for ranks of other hosts."""
@@ -200,27 +200,26 @@ def run_supervised(
     return carry_out(config, recipe, recorder, report, rank=coordinator.rank)
 
 
-def run_launched(config: RunConfig, out: Path | None) -> int:
+def run_launched(config: RunConfig, out: Path | None, *, rank: int) -> int:
     """Run the script as the rank that torchrun or srun has made this process; returns its exit
     status.
 
     Args:
-        config: from `script_config`.
+        config: from `script_config`, of as many workers as were launched.
         out: directory of the record; None: the next free one below runs/.
+        rank: of this process.
     """
     os.environ[CHILD_VARIABLE] = config.to_json()
     recorder = ScriptRecorder(
         lambda: shared_record(group_coordinator(), config, out), _say, stop_after=config.steps
     )
-    launch = launched()
-    assert launch is not None
     # What torch.distributed reads, where srun has set variables of its own.
-    os.environ.setdefault("RANK", str(launch.rank))
-    os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("WORLD_SIZE", str(config.workers))
     if local := os.environ.get("SLURM_LOCALID"):
         os.environ.setdefault("LOCAL_RANK", local)
     recipe = recipe_for(config.strategy, config.strategy_options)
-    return carry_out(config, recipe, recorder, _say, rank=launch.rank)
+    return carry_out(config, recipe, recorder, _say, rank=rank)
 
 
 def _say(report: Report) -> None:

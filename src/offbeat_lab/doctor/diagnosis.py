@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat.run.coordination import ON_LOOPBACK, serve_store
+from offbeat.run.coordination import ON_LOOPBACK, serve_store, store_environment
 from offbeat.transport.connect import launched
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.cluster.parts import PAYLOAD_SHARE
@@ -167,7 +167,7 @@ def measure_locally(workers: int) -> Measurement:
             said = stack.enter_context((directory / f"said-{rank}").open("wb"))
             complained = stack.enter_context((directory / f"complained-{rank}").open("wb"))
             processes.append(
-                start_measurement_worker(store.environment(rank, workers), said, complained)
+                start_measurement_worker(store_environment(store, rank, workers), said, complained)
             )
         failed = _wait(processes)
         if failed is not None:
