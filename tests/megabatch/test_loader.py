@@ -620,7 +620,7 @@ def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -
     ]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("change_after", [0, 3, 6, 7, 9])
 def test_in_step_samples_are_divided_otherwise_and_steps_stay_as_they_are(
     change_after: int, num_workers: int

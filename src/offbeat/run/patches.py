@@ -202,11 +202,11 @@ def patched(
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
         clip_with_norm = _clip_with_norm(torch.nn.utils.clip_grads_with_norm_, listener)
+        put(torch.nn.utils, "clip_grads_with_norm_", clip_with_norm)
         clip_value = _clip_value(torch.nn.utils.clip_grad_value_, listener)
         for module in (torch.nn.utils, clip_grad):
             put(module, "clip_grad_norm_", clip)
             put(module, "clip_grad_value_", clip_value)
-            put(module, "clip_grads_with_norm_", clip_with_norm)
         kept: list[dist.ProcessGroup | None] = []
         stack.callback(kept.clear)
         destroy = _destroy(dist.destroy_process_group, listener, kept)
