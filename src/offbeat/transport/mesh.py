@@ -155,8 +155,11 @@ _FILES_OF_PEER, _FILES_BESIDE = 20, 512
 """Three meshes take 15 files of a peer, and gloo's groups, offbeat's and the user's, one each."""
 
 
-def _allow_files(count: int) -> None:
-    """Let this process open so many files, as far as the system lets it."""
+def allow_files(world_size: int) -> None:
+    """Let this process open as many files as connections to so many ranks take, as far as the
+    system lets it.
+    """
+    count = _FILES_BESIDE + _FILES_OF_PEER * world_size
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if highest != resource.RLIM_INFINITY:
         count = min(count, highest)
@@ -193,7 +196,7 @@ class Mesh:
         self.failures: dict[int, str] = {}
         self._limits = limits
         self._protection = protection
-        _allow_files(_FILES_BESIDE + _FILES_OF_PEER * self.world_size)
+        allow_files(self.world_size)
         self.listener = Listener(address, protection=protection, limits=limits)
         self.endpoint = self.listener.endpoint
         self._sending = new_context()
