@@ -23,7 +23,7 @@ from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import PeerError, WireError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.driver import Counting, Driver
-from offbeat.transport.operations import Collective, Payload, Recv, Send
+from offbeat.transport.operations import Collective, Payload, Recv, Send, Traffic
 from transport_support.wrappers import Failing, ScriptedFault
 
 # The same bits on every rank, and what is lost is owed.
@@ -189,12 +189,12 @@ def test_alone_nothing_is_rounded_and_nothing_is_sent() -> None:
     assert not np.shares_memory(mean, model)
 
 
-def test_no_rank_sends_more_than_its_share() -> None:
-    size, num_elements = 5, 100
+def traffic_of_mean(size: int, num_elements: int) -> list[Traffic]:
+    """What each rank moves for the mean of float32 vectors."""
     counters: list[Counting] = []
 
-    def count(driver: object) -> Counting:
-        counters.append(Counting(driver))  # type: ignore[arg-type]  # one of the cluster's drivers
+    def count(driver: Driver) -> Counting:
+        counters.append(Counting(driver))
         return counters[-1]
 
     model = np.ones(num_elements, np.float32)
@@ -205,9 +205,28 @@ def test_no_rank_sends_more_than_its_share() -> None:
         ],
         wrap=count,
     )
-    assert [counter.traffic.bytes_sent for counter in counters] == [
+    return [counter.traffic for counter in counters]
+
+
+def test_no_rank_sends_more_than_its_share() -> None:
+    size, num_elements = 5, 100
+    assert [traffic.bytes_sent for traffic in traffic_of_mean(size, num_elements)] == [
         2 * (size - 1) * 4 * num_elements // size
     ] * size
+
+
+def test_many_ranks_send_no_shorter_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.collectives.weighted_mean.FRAGMENT_BYTES", 64)
+    monkeypatch.setattr("offbeat.collectives.weighted_mean.PART_BYTES", 32)
+    for size in (2, 5, 16):
+        for traffic in traffic_of_mean(size, 3 * 8 * size):
+            assert traffic.bytes_sent == 32 * traffic.messages_sent
+
+
+def test_of_fewer_elements_than_ranks_no_message_is_empty() -> None:
+    size, num_elements = 5, 3
+    sent = [traffic.messages_sent for traffic in traffic_of_mean(size, num_elements)]
+    assert sum(sent) == 2 * (size - 1) * num_elements
 
 
 def test_a_part_of_another_length_is_named() -> None:
@@ -243,6 +262,7 @@ def test_a_long_vector_goes_a_few_elements_at_a_time_to_the_same_bits(
 
     whole = means()
     monkeypatch.setattr("offbeat.collectives.weighted_mean.FRAGMENT_BYTES", 28)
+    monkeypatch.setattr("offbeat.collectives.weighted_mean.PART_BYTES", 1)
     assert means() == whole
 
 

@@ -5,6 +5,7 @@ whatever is ready first.
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -65,3 +66,26 @@ def test_what_is_not_in_the_order_begins_at_once() -> None:
     order.launch(("factors", 0), partial(begun.append, 2))
     order.launch(("gradients", 0), partial(begun.append, 3))
     assert begun == [0, 2, 1, 3]
+
+
+class Compared(tuple[str, int]):
+    """A key that counts how often any of its kind is compared with another."""
+
+    comparisons: ClassVar[int] = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.comparisons += 1
+        return super().__eq__(other)
+
+    __hash__ = tuple.__hash__
+
+
+def test_a_message_finds_its_place_without_a_search() -> None:
+    begun: list[LaunchKey] = []
+    order = LaunchOrder()
+    order.follow([Compared(("factors", number)) for number in range(100)])
+    keys = [Compared(("factors", number)) for number in reversed(range(100))]
+    for key in keys:
+        order.launch(key, partial(begun.append, key))
+    assert Compared.comparisons <= 10 * len(keys)
+    assert begun == keys[::-1]

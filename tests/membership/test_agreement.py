@@ -202,6 +202,36 @@ def test_endpoints_come_one_by_one(store: Store) -> None:
     assert member.endpoints(founding) == ("tcp://127.0.0.1:4", "tcp://127.0.0.1:5")
 
 
+class AskedStore(HashStore):
+    """Writes down which entries it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[str]] = []
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.append(keys)
+        return super().check(keys)
+
+
+def test_who_waits_for_the_last_of_many_endpoints_asks_for_it_alone() -> None:
+    store, founding = AskedStore(), generation_of(64)
+    member = Membership(store)
+    for position in set(range(64)) - {40}:
+        member.publish_endpoint(founding, position, "tcp://127.0.0.1:5")
+    assert member.num_published(founding) == 40
+    assert member.unpublished(founding, frozenset({3, 40, 63})) == {40}
+    store.asked.clear()
+    assert member.num_published(founding, 40) == 40
+    assert store.asked == [["endpoint/0/40"]]
+    store.asked.clear()
+    assert member.endpoints(founding).count(None) == 1
+    assert len(store.asked) <= 13
+    member.publish_endpoint(founding, 40, "tcp://127.0.0.1:4")
+    assert member.num_published(founding, 40) == 64
+    assert None not in member.endpoints(founding)
+
+
 def test_a_run_ends_once(store: Store) -> None:
     member = Membership(store)
     assert not member.is_over()

@@ -403,6 +403,26 @@ def test_a_rank_that_has_skipped_a_generation_does_not_take_members_that_began_i
         here.wait_until(lambda: here.generation == newest)
 
 
+def test_heartbeats_of_many_members_are_read_seldom_until_one_cannot_be_reached(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.membership.generations.READ_S", 1000.0)
+    workers = run.founded(2, silence_s=2.0)
+    read: list[Generation] = []
+    silent_s = Membership.silent_s
+
+    def counted(membership: Membership, generation: Generation) -> tuple[float, ...]:
+        read.append(generation)
+        return silent_s(membership, generation)
+
+    monkeypatch.setattr(Membership, "silent_s", counted)
+    before = run.client().add("beat/0/0", 0)
+    assert await_condition(lambda: run.client().add("beat/0/0", 0) >= before + 4)
+    assert len(read) <= len(workers)
+    workers[1].stopped_seeing |= founders(0)
+    assert await_condition(lambda: len(read) > 2 * len(workers))
+
+
 def test_when_the_run_is_over_nobody_is_replaced_and_nobody_joins(run: Run) -> None:
     first, second = run.founded(2)
     first.leave(over=True)

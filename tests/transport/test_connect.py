@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -444,3 +446,29 @@ def test_what_ranks_leave_in_the_store_has_short_names_however_many_they_are(
     finally:
         dist.destroy_process_group()
     assert len(names[0]) < 100
+
+
+def test_many_ranks_have_longer_to_connect_by_gloo_and_few_no_longer() -> None:
+    assert connecting.attempt_s(8) < 3.5
+    assert connecting.attempt_s(1000) > 20.0
+
+
+def test_files_for_many_ranks_are_allowed_before_their_first_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConfigError("far enough")
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(each.name) for each in Path("/dev/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, before[1]))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(Rendezvous, "register", refuse)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(200)))
+        with pytest.raises(ConfigError, match="far enough"):
+            connect()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > highest + 200
+    finally:
+        dist.destroy_process_group()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

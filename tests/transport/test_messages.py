@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -191,6 +192,43 @@ def test_control_messages_wait_for_the_data_sent_before_them() -> None:
     assert inbox.put(*goodbye) == []
     assert inbox.put(*_message(0, 0, b"data")) == [goodbye]
     assert inbox.first_of(frozenset({1}), 0) == 1
+
+
+class Channel(int):
+    """One that counts how often any of its kind is compared with another."""
+
+    comparisons: ClassVar[int] = 0
+
+    def __eq__(self, other: object) -> bool:
+        Channel.comparisons += 1
+        return super().__eq__(other)
+
+    __hash__ = int.__hash__
+
+
+class Ranks(frozenset[int]):
+    """Some that count how often any of their kind is asked for a rank."""
+
+    questions: ClassVar[int] = 0
+
+    def __contains__(self, rank: object) -> bool:
+        Ranks.questions += 1
+        return super().__contains__(rank)
+
+
+def test_a_message_is_found_without_a_look_at_all_others() -> None:
+    inbox, num_senders, num_channels = Inbox(), 50, 20
+    for sender in range(num_senders):
+        for channel in range(num_channels):
+            inbox.put(*_message(channel, channel, b"%d" % sender, sender=sender))
+    peer, channel = num_senders - 1, Channel(num_channels - 1)
+    assert inbox.first_of(Ranks({peer}), channel) == peer
+    message = inbox.take(Ranks({peer}), channel)
+    assert message is not None
+    assert (message[0], bytes(message[1])) == (peer, b"49")
+    assert inbox.first_of(Ranks(range(num_senders)), channel) == 0
+    assert Channel.comparisons <= 10
+    assert Ranks.questions <= 10
 
 
 def test_a_peer_is_ahead_only_on_the_same_stream() -> None:

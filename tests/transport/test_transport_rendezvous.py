@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -151,6 +152,67 @@ def test_who_came_and_ended_is_named_to_those_who_wait_for_others(
     assert raised.value.rank == 1
     with pytest.raises(PeerError, match="rank 1 ended while the ranks connected"):
         register(2, [0, 1, 2])
+
+
+class AskedStore(HashStore):
+    """Writes down which entries it is asked for. The entry `late` is written once it was asked for
+    alone five times.
+    """
+
+    def __init__(self, late: str = "", word: str = "") -> None:
+        super().__init__()
+        self.asked: list[list[str]] = []
+        self._late, self._word = late, word
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.append(keys)
+        if self.asked.count([self._late]) == 5:
+            self.set(self._late, self._word)
+        return super().check(keys)
+
+
+@pytest.mark.parametrize("phase", ["here", "a phase"])
+def test_who_waits_for_one_of_many_asks_for_its_entry_alone(phase: str) -> None:
+    size, late = 64, f"{phase}/40"
+    with closing(Presence(LOOPBACK)) as presence:
+        word = json.dumps({"presence": presence.address, "serves_store": False})
+        store = AskedStore(late, word)
+        for position in range(1, size):
+            if position != 40:
+                store.set(f"{phase}/{position}", word)
+        meeting = Rendezvous(store, 0, range(size), lost=set())
+        if phase == "here":
+            meeting.register({}, presence=presence.address)
+        else:
+            meeting.exchange(phase, word, limit_s=60.0)
+    asked = [[key for key in keys if key.startswith(phase)] for keys in store.asked]
+    alone = [place for place, keys in enumerate(asked) if keys == [late]]
+    assert all(keys in ([], [late]) for keys in asked[alone[0] : alone[4]])
+    assert sum(map(len, asked)) < 6 * size
+
+
+def test_who_comes_first_of_many_asks_for_few_entries() -> None:
+    store = AskedStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    with (
+        closing(Presence(LOOPBACK)) as presence,
+        pytest.raises(PeerError, match="rank 1 has not come to attach"),
+    ):
+        Rendezvous(store, 0, range(1000), lost=set()).register({}, presence=presence.address)
+    assert sum(map(len, store.asked)) < 100
+
+
+def test_each_rank_looks_after_a_few_at_a_time_and_after_all_in_the_end() -> None:
+    size, dead = 40, 20
+    store = HashStore()
+    with closing(Presence(LOOPBACK)) as presence:
+        for position in range(1, size):
+            port = free_ports(1)[0] if position == dead else presence.address[1]
+            entry = {"presence": [LOOPBACK, port], "serves_store": False}
+            store.set(f"here/{position}", json.dumps(entry))
+        meeting = Rendezvous(store, 0, range(size), lost=set())
+        meeting.register({}, presence=presence.address)
+        assert [list(meeting.ended()) for _ in range(5)] == [[], [], [dead], [dead], [dead]]
 
 
 def test_what_all_say_is_heard_by_all_and_who_says_nothing_is_named(store: HashStore) -> None:

@@ -6,12 +6,12 @@
    order of the ranks.
 3. It sends the mean of its region to all peers.
 
-A long vector goes through this a few MiB at a time: while the means of one fragment are under way,
-the parts of the next one are. So no more of it is in memory than two fragments, besides what the
-caller keeps.
+A long vector goes through this a few MiB at a time, and more with many ranks, whose parts would be
+small: while the means of one fragment are under way, the parts of the next one are. So no more of
+it is in memory than two fragments, besides what the caller keeps.
 
-Cost: for each fragment 2(P-1) messages, together 2(P-1)/P n elements sent by each rank; two
-messages in sequence.
+Cost: for each fragment 2(P-1) messages, none of them empty, together 2(P-1)/P n elements sent by
+each rank; two messages in sequence.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ from offbeat.errors import WireError
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
 FRAGMENT_BYTES: Final = 4 << 20
+
+PART_BYTES: Final = 32 << 10
+"""The least of a message, but in the last fragment: a shorter one takes a rank about as long, and a
+fragment takes as many as there are ranks.
+"""
 
 
 class Elements(Protocol):
@@ -70,7 +75,8 @@ def weighted_mean(
     assert total > 0, "at least one rank needs a weight"
     # Sizes alone need no memory.
     is_weightless = isinstance(values, torch.Tensor)
-    step = max(1, num_elements if is_weightless else FRAGMENT_BYTES // dtype.itemsize)
+    fragment_bytes = max(FRAGMENT_BYTES, size * PART_BYTES)
+    step = max(1, num_elements if is_weightless else fragment_bytes // dtype.itemsize)
     fragments = [
         regions_of(begin, min(begin + step, num_elements), size)
         for begin in range(0, num_elements, step)
@@ -84,18 +90,21 @@ def weighted_mean(
     for coming, here, gone in zip(
         [*fragments, None, None], [None, *fragments, None], [None, None, *fragments], strict=True
     ):
+        # Of fewer elements than ranks some ranks own none, and nobody sends them anything.
         if coming is not None and weights[rank]:
             assert values is not None
             for peer in peers:
-                yield Send(peer, _bytes_of(values[coming[peer]], num_elements))
-        if here is not None:
+                if _length(coming[peer]):
+                    yield Send(peer, _bytes_of(values[coming[peer]], num_elements))
+        if here is not None and _length(here[rank]):
             mean = yield from _mean_of_region(rank, weights, values, here[rank], dtype)
             result[here[rank]] = mean
             for peer in peers:
                 yield Send(peer, _bytes_of(mean, num_elements))
         if gone is not None:
             for peer in peers:
-                result[gone[peer]] = _read((yield Recv(peer)), dtype, _length(gone[peer]), peer)
+                if count := _length(gone[peer]):
+                    result[gone[peer]] = _read((yield Recv(peer)), dtype, count, peer)
     return cast(Values, result)
 
 

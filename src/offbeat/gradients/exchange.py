@@ -72,6 +72,7 @@ class LaunchOrder:
 
     def __init__(self) -> None:
         self._sequence: Sequence[LaunchKey] = ()
+        self._places: dict[LaunchKey, int] = {}
         self._next = 0
         self._waiting: dict[LaunchKey, Callable[[], None]] = {}
 
@@ -81,10 +82,11 @@ class LaunchOrder:
         """
         assert not self._waiting, f"{list(self._waiting)} still wait in the sequence before"
         self._sequence, self._next = sequence, 0
+        self._places = {key: place for place, key in enumerate(sequence)}
 
     def launch(self, key: LaunchKey, begin: Callable[[], None]) -> None:
         """Call `begin` as soon as everything before `key` has been launched, which may be now."""
-        if key not in self._sequence[self._next :]:
+        if self._places.get(key, -1) < self._next:
             begin()
             return
         self._waiting[key] = begin

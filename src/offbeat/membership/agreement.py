@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat.errors import MALFORMED, MismatchError, WireError
+from offbeat.transport.rendezvous import first_missing
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -266,8 +267,8 @@ class Membership:
     def silent_s(self, generation: Generation) -> tuple[float, ...]:
         """For how many seconds this process has seen no change of each member's heartbeat.
 
-        The result is by position, and infinite for a member that has deregistered. Call this at
-        least every `MAX_GAP_S`: the time between two calls counts as no more than that.
+        The result is by position, and infinite for a member that has deregistered. The time between
+        two calls counts as no more than `MAX_GAP_S`.
         """
         now_s = self._clock()
         gap_s = (
@@ -285,11 +286,25 @@ class Membership:
 
     def publish_endpoint(self, generation: Generation, position: int, endpoint: str) -> None:
         """Write down the address at which the member at `position` listens."""
-        self._store.set(f"endpoint/{generation.number}/{position}", _dump(endpoint=endpoint))
+        self._store.set(_endpoint_key(generation, position), _dump(endpoint=endpoint))
+
+    def num_published(self, generation: Generation, known: int = 0) -> int:
+        """How many members there are before the first that has not published its address. `known`
+        of them are not asked for, since they have.
+        """
+        return first_missing(self._store, _endpoint_keys(generation), known)
+
+    def unpublished(self, generation: Generation, positions: frozenset[int]) -> frozenset[int]:
+        """Those of `positions` whose address is not published yet."""
+        return frozenset(
+            position
+            for position in positions
+            if not self._store.check([_endpoint_key(generation, position)])
+        )
 
     def endpoints(self, generation: Generation) -> tuple[str | None, ...]:
         """The address of each member, by position; None where it is not published yet."""
-        keys = [f"endpoint/{generation.number}/{position}" for position in range(generation.size)]
+        keys = _endpoint_keys(generation)
         return tuple(
             None if raw is None else _parsed(key, raw, lambda entry: str(entry["endpoint"]))
             for key, raw in zip(keys, self._values(keys), strict=True)
@@ -312,13 +327,25 @@ class Membership:
         return self._store.get(key) if self._store.check([key]) else None
 
     def _values(self, keys: list[str]) -> list[bytes | None]:
+        """The value of each key, or None. Where few are missing that takes few questions."""
         if self._store.check(keys):
             return list(self._store.multi_get(keys))  # one round trip instead of one a key
-        return [self._peek(key) for key in keys]
+        if len(keys) == 1:
+            return [None]
+        middle = len(keys) // 2
+        return [*self._values(keys[:middle]), *self._values(keys[middle:])]
 
 
 def _beat_key(member: Member) -> str:
     return f"beat/{member.rank}/{member.ticket}"
+
+
+def _endpoint_key(generation: Generation, position: int) -> str:
+    return f"endpoint/{generation.number}/{position}"
+
+
+def _endpoint_keys(generation: Generation) -> list[str]:
+    return [_endpoint_key(generation, position) for position in range(generation.size)]
 
 
 def _dump(**entry: object) -> str:

@@ -39,6 +39,11 @@ from offbeat.transport.link import silence_s as tolerated_silence_s
 from offbeat.transport.network import Network, StoreLostError, mesh_limits
 from offbeat.transport.peers import Peers
 
+READ_S = 0.01
+"""For how many seconds for each member heartbeats are not read again, as long as all members can be
+reached. A reading asks for as many entries as there are members, and all of them ask one store.
+"""
+
 _ASSEMBLE_INTERVAL_S = 0.02
 _RETRY_STORE_S = 5.0
 _SILENT_BEAT_S = 3.0
@@ -152,7 +157,7 @@ class Generations:
         self._current: Generation | None = None
         self._mesh: Peers | None = None
         self._silent: set[Member] = set()
-        self._next_reading_s = self._next_beat_s = 0.0
+        self._last_reading_s, self._next_beat_s = -math.inf, 0.0
         self._deadline_s = math.inf
         self._expelled_at_s = -math.inf
         self._backoff_s = 0.0
@@ -311,19 +316,20 @@ class Generations:
         )
         try:
             self._membership.publish_endpoint(generation, position, driver.endpoint)
-            while not all(endpoints := self._membership.endpoints(generation)):
+            num_published = self._membership.num_published(generation)
+            while num_published < generation.size:
                 self._beat()
-                missing = frozenset(
-                    peer for peer, endpoint in enumerate(endpoints) if endpoint is None
-                )
                 following = self._membership.next_of(generation) or self._propose_without(
-                    generation, position, missing
+                    generation, position
                 )
                 if following is not None:
                     driver.close()
                     return following
                 self._check_run_not_over()
                 self._pause(min(self._interval_s, _ASSEMBLE_INTERVAL_S))
+                num_published = self._membership.num_published(generation, num_published)
+            # Not before, since a member that lost the store meanwhile publishes another one.
+            endpoints = self._membership.endpoints(generation)
             driver.connect([endpoint for endpoint in endpoints if endpoint is not None])
         except BaseException:
             driver.close()
@@ -340,8 +346,8 @@ class Generations:
         """The generation after `current`, if what this rank observes calls for one."""
         me = current.position_of(self._member)
         assert me is not None, "a rank that is not a member asks to join instead"
-        silent = self._silent_positions(current)
         unreachable = self._host.unreachable()
+        silent = self._silent_positions(current, all_reached=not unreachable)
         if silent:
             assert self._mesh is not None, "it came with the generation"
             # One that dies before the first connection loses none by which its death is noticed.
@@ -354,16 +360,14 @@ class Generations:
         )
         return self._propose(proposal)
 
-    def _propose_without(
-        self, generation: Generation, me: int, missing: frozenset[int]
-    ) -> Generation | None:
-        """The generation after `generation`, which waits for `missing`; None while these members
-        may still come.
+    def _propose_without(self, generation: Generation, me: int) -> Generation | None:
+        """The generation after `generation`, some of whose members have not come yet; None while
+        they may still come.
         """
         silent = self._silent_positions(generation)
         # Only the heartbeats in the store count here: a member that has already left an older mesh
         # for a newer one looks dead on the older mesh.
-        departed = missing & silent
+        departed = self._membership.unpublished(generation, silent)
         if not departed:
             return None
         return self._propose(
@@ -378,14 +382,18 @@ class Generations:
             return None
         return self._membership.propose(proposal)
 
-    def _silent_positions(self, generation: Generation) -> frozenset[int]:
-        """The positions of `generation` that are silent.
-
-        The heartbeats are read only every `_beat_interval_s`, since that is one entry a member.
+    def _silent_positions(
+        self, generation: Generation, *, all_reached: bool = False
+    ) -> frozenset[int]:
+        """The positions of `generation` that are silent. `all_reached`: whether all members can be
+        reached, so that it hardly matters.
         """
         now_s = time.monotonic()
-        if now_s >= self._next_reading_s:
-            self._next_reading_s = now_s + self._beat_interval_s
+        pause_s = self._beat_interval_s
+        if all_reached:
+            pause_s = max(pause_s, READ_S * generation.size)
+        if now_s >= self._last_reading_s + pause_s:
+            self._last_reading_s = now_s
             # Before the first generation the founders start at different times, so that a missing
             # heartbeat is tolerated for as long as a connection may take.
             limit_s = (

@@ -100,20 +100,23 @@ def first_to_arrive(
     peers = frozenset(range(size)) - {position}
     for peer in sorted(peers):
         yield Send(peer, _ARRIVAL.pack(number, counts))
+    here = {peer: word for peer, (at, word) in heard.items() if at == number}
+    here[position] = counts
+    is_begun = any(at > number for at, _ in heard.values())
     deadline_s: float | None = None
-    while True:
-        here = {peer: word for peer, (at, word) in heard.items() if at == number}
-        here[position] = counts
-        if len(here) == size or any(at > number for at, _ in heard.values()):
-            break  # the work of whoever is past it was begun
+    while len(here) < size and not is_begun:
         if deadline_s is None and sum(here.values()) >= quorum.fraction * size:
             deadline_s = (yield Now()) + quorum.grace_s
         left_s = None if deadline_s is None else max(0.0, deadline_s - (yield Now()))
         try:
-            peer, word = yield RecvAny(peers, left_s)
+            peer, message = yield RecvAny(peers, left_s)
         except PeerTimeoutError:
             break
-        heard[peer] = _ARRIVAL.unpack(word)
+        at, word = heard[peer] = _ARRIVAL.unpack(message)
+        here.pop(peer, None)
+        if at == number:
+            here[peer] = word
+        is_begun = at > number  # the work of whoever is past it was begun
     return propose(sorted(here))
 
 

@@ -34,6 +34,7 @@ from offbeat.transport.backends import WAIT_LIMIT, Backend, GlooDevice, gloo_dev
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
 from offbeat.transport.link import SILENCE_VARIABLE, PeerLimits, silence_s
+from offbeat.transport.mesh import allow_files
 from offbeat.transport.network import (
     Network,
     answering_within,
@@ -60,10 +61,6 @@ RETURN_VARIABLE = "OFFBEAT_RETURN"
 
 _WAIT_FOR_ISLAND: Final = timedelta(minutes=30)
 """How long a rank that comes back waits for the others of its island, as PyTorch does at first."""
-
-ATTEMPT_S = 3.0
-"""How long one attempt of the ranks to connect by gloo may take, once all of them have come. While
-it lasts nothing can tell gloo that a rank has ended, so it is short."""
 
 MAX_ATTEMPTS = 10
 
@@ -200,6 +197,7 @@ def connect(
             check_secret(given)
         network = network_by(token=secrets.token_hex(8), secret=given or secrets.token_bytes(32))
         return Connection(driver=SingleRank(), network=network)
+    allow_files(world_size)  # gloo opens some before the mesh does
     with answering_within(store, limit_s), ExitStack() as stack:
         stack.callback(presence.close)
         stack.callback(closed_in_children(store_sockets(store)))
@@ -248,7 +246,9 @@ def connect(
             )
             stack.callback(messages.close)
             messages.connect(
-                rendezvous.exchange("endpoint", messages.endpoint, limit_s=limit_s + ATTEMPT_S)
+                rendezvous.exchange(
+                    "endpoint", messages.endpoint, limit_s=limit_s + attempt_s(world_size)
+                )
             )
             messages.await_connections(_MEET_S)
             rendezvous.exchange("connected", "", limit_s=limit_s + _MEET_S)
@@ -440,6 +440,16 @@ def _compare_secrets(given: bytes, proofs: Sequence[str]) -> None:
     check_secret(given)
 
 
+def attempt_s(world_size: int) -> float:
+    """How long one attempt of so many ranks to connect by gloo may take, once all of them have
+    come. While it lasts nothing can tell gloo that a rank has ended, so it is short.
+
+    But each rank asks the store for every other's address, one after the other, and all of them ask
+    at the same time. So a question takes longer the more ranks there are, and so does the attempt.
+    """
+    return 3.0 + 0.02 * world_size
+
+
 def _connected_gloo(
     store: Store,
     rendezvous: Rendezvous,
@@ -450,7 +460,7 @@ def _connected_gloo(
     limit_s: float,
 ) -> Backend:
     """A gloo backend that has reached every rank."""
-    why = ""
+    why, within_s = "", attempt_s(world_size)
     for attempt in range(MAX_ATTEMPTS):
         backend: Backend | None = None
         mine = ""
@@ -461,12 +471,12 @@ def _connected_gloo(
                 rank,
                 world_size,
                 device=device.handle,
-                connect_limit=timedelta(seconds=ATTEMPT_S),
+                connect_limit=timedelta(seconds=within_s),
                 wait_limit=WAIT_LIMIT,
             )
         except RuntimeError as error:
             mine = str(error).partition("\n")[0] or "failed"
-        failures = rendezvous.exchange(f"gloo-{attempt}", mine, limit_s=limit_s + ATTEMPT_S)
+        failures = rendezvous.exchange(f"gloo-{attempt}", mine, limit_s=limit_s + within_s)
         if backend is not None and not any(failures):
             return backend
         why = next(filter(None, failures))

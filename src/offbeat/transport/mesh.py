@@ -67,7 +67,8 @@ class Inbox:
     """What one rank has received and not yet taken: in order per sender, sorted by channel."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, int], deque[tuple[Envelope | None, Payload]]] = {}
+        # By channel, and then by sender, in the order in which they are taken from.
+        self._queues: dict[int, dict[int, deque[tuple[Envelope | None, Payload]]]] = {}
         self._next_sequence: defaultdict[int, int] = defaultdict(int)
         self._out_of_order: dict[int, dict[int, tuple[Envelope, Payload]]] = {}
         self._latest: dict[tuple[int, int], int] = {}
@@ -97,7 +98,7 @@ class Inbox:
 
     def post(self, rank: int, channel: int, payload: Payload) -> None:
         """Take in what `rank`, whose inbox this is, leaves for itself."""
-        self._queues.setdefault((rank, channel), deque()).append((None, payload))
+        self._queues.setdefault(channel, {}).setdefault(rank, deque()).append((None, payload))
 
     def take(self, peers: frozenset[int], channel: int) -> tuple[int, Payload] | None:
         """The message of `first_of`, after the rank that sent it; None when there is none. Raises
@@ -106,11 +107,14 @@ class Inbox:
         peer = self.first_of(peers, channel)
         if peer is None:
             return None
-        queue = self._queues.pop((peer, channel))
+        senders = self._queues[channel]
+        queue = senders.pop(peer)
         envelope, payload = queue.popleft()
         if queue:
-            # Behind all other queues: `first_of` goes through them in order, and no sender starves.
-            self._queues[peer, channel] = queue
+            # Behind those of all other senders, so that none of them starves.
+            senders[peer] = queue
+        elif not senders:
+            del self._queues[channel]
         if envelope is not None:
             verify(envelope, payload)
         return peer, payload
@@ -119,9 +123,11 @@ class Inbox:
         """Whose message on `channel` should be taken next; None when none of `peers`
         has sent one.
         """
-        return next(
-            (sender for sender, used in self._queues if used == channel and sender in peers), None
-        )
+        senders = self._queues.get(channel, {})
+        if len(peers) == 1:
+            (peer,) = peers
+            return peer if peer in senders else None
+        return next((sender for sender in senders if sender in peers), None)
 
     def senders_with_gaps(self) -> list[int]:
         """Ranks some of whose messages are missing while later ones are here.
@@ -140,7 +146,7 @@ class Inbox:
 
     def _queue(self, message: tuple[Envelope, Payload]) -> None:
         sender, channel = message[0].sender, message[0].channel
-        self._queues.setdefault((sender, channel), deque()).append(message)
+        self._queues.setdefault(channel, {}).setdefault(sender, deque()).append(message)
         stream, exchange = split_channel(channel)
         self._latest[sender, stream] = max(exchange, self._latest.get((sender, stream), 0))
 
@@ -149,8 +155,11 @@ _FILES_OF_PEER, _FILES_BESIDE = 20, 512
 """Three meshes take 15 files of a peer, and gloo's groups, offbeat's and the user's, one each."""
 
 
-def _allow_files(count: int) -> None:
-    """Let this process open so many files, as far as the system lets it."""
+def allow_files(world_size: int) -> None:
+    """Let this process open as many files as connections to so many ranks take, as far as the
+    system lets it.
+    """
+    count = _FILES_BESIDE + _FILES_OF_PEER * world_size
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if highest != resource.RLIM_INFINITY:
         count = min(count, highest)
@@ -187,7 +196,7 @@ class Mesh:
         self.failures: dict[int, str] = {}
         self._limits = limits
         self._protection = protection
-        _allow_files(_FILES_BESIDE + _FILES_OF_PEER * self.world_size)
+        allow_files(self.world_size)
         self.listener = Listener(address, protection=protection, limits=limits)
         self.endpoint = self.listener.endpoint
         self._sending = new_context()

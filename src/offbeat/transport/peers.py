@@ -102,8 +102,10 @@ class Peers(Driver):
                 self._check_peer(peer)
                 return _Receive(self, operation, channel)
             case RecvAny(peers):
-                for peer in peers - {self.rank}:
-                    self._check_peer(peer)
+                if others := peers - {self.rank}:
+                    # These stand for all, of whom there may be many.
+                    self._check_peer(min(others))
+                    self._check_peer(max(others))
                 return _Receive(self, operation, channel)
             case Post(payload):
                 self._post(payload, channel)

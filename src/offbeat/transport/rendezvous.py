@@ -5,8 +5,12 @@ through the store, since there are no connections yet:
     halted                why no session can begin, and whose fault it is (JSON)
     <phase>/<position>    what this rank says in a phase of connecting
 
-A rank that has come tells where its `Presence` is, so one that ends meanwhile is noticed within a
-second or two and named to all. One that never came looks like a slow start.
+A rank that has come tells where its `Presence` is. Together the ranks look after all that have
+come, each after a few at a time, so one that ends meanwhile is soon noticed and named to all. One
+that never came looks like a slow start.
+
+All ranks ask one store, so whoever waits asks for one entry again and again, and not for those of
+all.
 
 No rank can be left out here: ranks are compared and models copied from the first one, so a death
 ends the start of the session on all ranks.
@@ -20,7 +24,7 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final, TypeVar
@@ -46,6 +50,16 @@ _LOOK_S: Final = 0.02
 
 _PROBE_S: Final = 0.5
 
+_PROBED: Final = 8
+"""How many ranks each looks after at a time. If it were all of them, there would be a connection
+between any two of many ranks twice a second.
+"""
+
+_MOST_PROBES: Final = 4096
+"""How many connections to a `Presence` are answered, as far as the system allows so many: nobody
+accepts them. One that is not answered holds up who asks for half a second.
+"""
+
 _HALTED: Final = "halted"
 
 _PRESENCE: Final = "presence"
@@ -70,6 +84,7 @@ class Presence:
     def __init__(self, host: str) -> None:
         reached_at = reachable_address(host)
         self._socket = bound_socket(host)
+        self._socket.listen(_MOST_PROBES)
         port = self._socket.getsockname()[1]
         self.address: Address = (reached_at, port)
         # A forked child would go on listening.
@@ -117,6 +132,24 @@ def lost_ranks() -> set[int]:
     return _lost.setdefault(world, set())
 
 
+def first_missing(store: Store, keys: Sequence[str], begin: int = 0) -> int:
+    """The place of the first of `keys` from `begin` on that is not in the store; their number where
+    all are.
+
+    While one is missing that costs one short question, however many keys come after it. Of those
+    that are there it asks for twice as many each time.
+    """
+    count = 1
+    while begin < len(keys):
+        if store.check(list(keys[begin : begin + count])):
+            begin, count = begin + count, 2 * count
+        elif count > 1:
+            count //= 2
+        else:
+            return begin
+    return len(keys)
+
+
 class Rendezvous:
     """One rank's side of the meeting.
 
@@ -135,6 +168,8 @@ class Rendezvous:
         self._ranks = ranks
         self._lost = lost
         self._addresses: dict[int, Address] = {}
+        self._gone: set[int] = set()
+        self._num_looked = 0
         self._serving: int | None = None
         self._next_probe_s = 0.0
         self._store_is_lost = False
@@ -157,7 +192,10 @@ class Rendezvous:
         """
         with self.naming_who_took_the_store():
             mine = json.dumps({**entry, _PRESENCE: list(presence), _SERVES: serves_store})
-            self._store.set(f"here/{self._position}", mine)
+            self._store.set(_here(self._position), mine)
+            self._addresses[self._position] = presence
+            if serves_store:
+                self._serving = self._position
             return self._await_entries()
 
     def refuse(self, refusal: OffbeatError) -> None:
@@ -181,22 +219,21 @@ class Rendezvous:
             self._store.set(keys[self._position], mine)
             begin_s = time.monotonic()
             self._next_probe_s = begin_s + _PROBE_S
-            while not self._store.check(keys):
-                self._raise_if_halted()
+            num_said = 0
+            while True:
+                # Before the question: what was said while this rank was stopped must be heard.
                 waited_s = time.monotonic() - begin_s
-                if time.monotonic() >= self._next_probe_s or waited_s > limit_s:
-                    missing = [
-                        position
-                        for position, key in enumerate(keys)
-                        if not self._store.check([key])
-                    ]
-                    self._raise_if_ended(missing, over=lambda: self._store.check(keys))
-                    if missing and waited_s > limit_s:
-                        raise self._halted_by(
-                            f"rank {self._ranks[missing[0]]} has been silent for {limit_s:g} s"
-                            " while the ranks connected; was it stopped, or its host cut off?",
-                            self._ranks[missing[0]],
-                        )
+                num_said = first_missing(self._store, keys, num_said)
+                if num_said == len(keys):
+                    break
+                self._raise_if_halted()
+                self._raise_if_ended(self._looked_after, over=lambda: self._store.check(keys))
+                if waited_s > limit_s:
+                    raise self._halted_by(
+                        f"rank {self._ranks[num_said]} has been silent for {limit_s:g} s"
+                        " while the ranks connected; was it stopped, or its host cut off?",
+                        self._ranks[num_said],
+                    )
                 time.sleep(min(_LOOK_S + waited_s / 50, 0.1))
             self._raise_if_halted()  # who was silent for too long must not go on alone
             said = self._store.multi_get(keys)
@@ -206,9 +243,11 @@ class Rendezvous:
             raise unreadable(f"what the ranks say of {phase!r}", error.object) from error
 
     def ended(self) -> dict[int, str]:
-        """The ranks, by position, whose process has ended since they came; and why."""
-        others = {at: where for at, where in self._addresses.items() if at != self._position}
-        return dict.fromkeys(sorted(refused(others)), "ended while the ranks connected")
+        """The ranks, by position, whose process has ended since they came; and why. Asked again and
+        again, since it looks after a few at a time.
+        """
+        self._gone |= refused(self._looked_after())
+        return dict.fromkeys(sorted(self._gone), "ended while the ranks connected")
 
     def cause_of(self, error: OffbeatError, *, within_s: float = GRACE_S) -> OffbeatError:
         """The error of all ranks for a connection that broke here: whose end broke it, if that can
@@ -220,7 +259,7 @@ class Rendezvous:
             with self.naming_who_took_the_store():
                 while time.monotonic() < deadline_s:
                     self._raise_if_halted()
-                    self._raise_if_ended(range(len(self._ranks)), reason=reason)
+                    self._raise_if_ended(self._others, reason=reason)
                     time.sleep(_LOOK_S)
         except OffbeatError as named:
             return named
@@ -241,23 +280,24 @@ class Rendezvous:
     def _await_entries(self) -> list[dict[str, Any]]:
         # missing in torch's stubs
         limit_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]
+        keys = [_here(position) for position in range(len(self._ranks))]
         begin_s = time.monotonic()
-        entries: dict[int, dict[str, Any]] = {}
-        missing = list(range(len(self._ranks)))
-        while missing:
-            for position in list(missing):
-                if self._store.check([f"here/{position}"]):
-                    entries[position] = self._entry_of(position)
-                    missing.remove(position)
-            if missing:
-                self._raise_if_halted()
-                self._check_missing(missing, time.monotonic() - begin_s, limit_s)
-                time.sleep(min(_LOOK_S + (time.monotonic() - begin_s) / 50, 0.25))
+        entries: list[dict[str, Any]] = []
+        while True:
+            waited_s = time.monotonic() - begin_s
+            begin, end = len(entries), first_missing(self._store, keys, len(entries))
+            if end > begin:
+                texts = self._store.multi_get(keys[begin:end])
+                entries += [self._read_entry(at, text) for at, text in enumerate(texts, begin)]
+            if end == len(keys):
+                break
+            self._raise_if_halted()
+            self._check_missing(keys, end, waited_s, limit_s)
+            time.sleep(min(_LOOK_S + waited_s / 50, 0.25))
         self._raise_if_halted()  # a rank that was held dead and comes late must not go on alone
-        return [entries[position] for position in range(len(self._ranks))]
+        return entries
 
-    def _entry_of(self, position: int) -> dict[str, Any]:
-        text = self._store.get(f"here/{position}")
+    def _read_entry(self, position: int, text: bytes) -> dict[str, Any]:
         try:
             entry: dict[str, Any] = json.loads(text)
             host, port = entry[_PRESENCE]
@@ -268,20 +308,18 @@ class Rendezvous:
             raise unreadable(f"what rank {self._ranks[position]} says of itself", text) from error
         return entry
 
-    def _check_missing(self, missing: list[int], waited_s: float, limit_s: float) -> None:
-        """Raises if one of those that have not come never will, or one that came has ended."""
-        for position in missing:
-            rank = self._ranks[position]
-            if rank in self._lost and waited_s > GRACE_S:
-                living = [other for other in self._ranks if other not in self._lost]
-                raise self._halted_by(_was_lost(rank, living), rank)
-        # Each rank looks after the next one that has come; together they look after all.
-        after = [at for at in self._addresses if at > self._position] or list(self._addresses)
-        if after:
-            keys = [f"here/{position}" for position in range(len(self._ranks))]
-            self._raise_if_ended([min(after)], over=lambda: self._store.check(keys))
+    def _check_missing(self, keys: list[str], first: int, waited_s: float, limit_s: float) -> None:
+        """Raises if one of those that have not come never will, or one that came has ended. `first`
+        has not come.
+        """
+        if waited_s > GRACE_S:
+            for key, rank in zip(keys, self._ranks, strict=True):
+                if rank in self._lost and not self._store.check([key]):
+                    living = [other for other in self._ranks if other not in self._lost]
+                    raise self._halted_by(_was_lost(rank, living), rank)
+        self._raise_if_ended(self._looked_after, over=lambda: self._store.check(keys))
         if waited_s > limit_s:
-            rank = self._ranks[missing[0]]
+            rank = self._ranks[first]
             raise PeerError(
                 f"rank {rank} has not come to attach() within {limit_s:g} s, the time limit of"
                 " the process group; has it ended, or does it never get there? Start all"
@@ -289,25 +327,39 @@ class Rendezvous:
                 rank=rank,
             )
 
+    def _looked_after(self) -> dict[int, Address]:
+        """Where some of the ranks are that have come: those after this one, and after them others,
+        in turn. All ranks look after all that way.
+        """
+        found: dict[int, Address] = {}
+        num_others = len(self._ranks) - 1
+        for _ in range(min(_PROBED, num_others)):
+            position = (self._position + 1 + self._num_looked % num_others) % len(self._ranks)
+            self._num_looked += 1
+            if position not in self._addresses and self._store.check([_here(position)]):
+                self._read_entry(position, self._store.get(_here(position)))
+            if position in self._addresses:
+                found[position] = self._addresses[position]
+        return found
+
+    def _others(self) -> dict[int, Address]:
+        """Where all other ranks are."""
+        return {at: where for at, where in self._addresses.items() if at != self._position}
+
     def _raise_if_ended(
         self,
-        positions: Iterable[int],
+        asked: Callable[[], Mapping[int, Address]],
         *,
         reason: str = "",
         over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Looks at most every `_PROBE_S`. Once a phase is `over`, a rank may have come to an end
-        that all come to, such as an error of the user's.
+        """Looks at most every `_PROBE_S`, for those of `asked`. Once a phase is `over`, a rank may
+        have come to an end that all come to, such as an error of the user's.
         """
         if time.monotonic() < self._next_probe_s:
             return
         self._next_probe_s = time.monotonic() + _PROBE_S
-        asked = {
-            at: self._addresses[at]
-            for at in positions
-            if at != self._position and at in self._addresses
-        }
-        gone = sorted(refused(asked))
+        gone = sorted(refused(asked()))
         # A rank that failed for another's sake has said so before it closed.
         self._raise_if_halted()
         if gone and not over():
@@ -340,7 +392,8 @@ class Rendezvous:
                     " process that serves it ended, or was it stopped?"
                 ) from error
             rank = self._ranks[self._serving]
-            what = "has ended" if self._serving in self.ended() else "does not answer"
+            served_at = {self._serving: self._addresses[self._serving]}
+            what = "has ended" if refused(served_at) else "does not answer"
             raise PeerError(
                 f"rank {rank}, which served the run's store, {what} ({reason}); start all workers"
                 " anew",
@@ -380,6 +433,10 @@ def unreadable(what: str, text: object) -> WireError:
         f"{what} cannot be read in the run's store ({repr(text)[:80]}); do all ranks have the same"
         " version of offbeat, and does nobody else write to this store?"
     )
+
+
+def _here(position: int) -> str:
+    return f"here/{position}"
 
 
 def _is_loopback(host: str) -> bool:
