@@ -175,33 +175,6 @@ def test_density_1_is_the_sum(name: str, case: tuple[int, int, float, int]) -> N
     assert len(result.owed) == 0
 
 
-def test_an_owner_reads_entries_once_for_each_doubling_of_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And not once for each rank, where all have chosen other entries."""
-    world_size, k = 16, 100
-    add, read = Wire.add, list[int]()
-
-    def counted(a: Sparse, b: Sparse) -> Sparse:
-        read.append(len(a) + len(b))
-        return add(a, b)
-
-    monkeypatch.setattr(Wire, "add", staticmethod(counted))
-    exchange(
-        sparse_reduce_scatter,
-        [
-            Sparse(
-                indices=np.arange(rank, world_size * k, world_size),
-                values=np.linspace(1, 2, k, dtype=np.float32),
-                num_elements=world_size * k,
-            )
-            for rank in range(world_size)
-        ],
-        k,
-    )
-    assert sum(read) == 4 * world_size * k
-
-
 def test_the_published_merge_loses_mass_from_four_ranks_on() -> None:
     """An entry dropped on one branch whose index survives through another is put back by nobody."""
     lost = dict.fromkeys((2, 4, 8, 16), 0.0)

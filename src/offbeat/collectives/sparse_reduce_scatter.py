@@ -50,27 +50,19 @@ def sparse_reduce_scatter(
         wire: likewise.
     """
     parts = wire.partition(mine, world_size)
-    owed: list[S] = []
+    owed, sums = wire.empty(), parts[rank]
     for distance in range(1, world_size):
         owner = (rank + distance) % world_size
         payload, rounding = wire.encode(parts[owner], tally)
-        owed.append(rounding)
+        owed = wire.add(owed, rounding)
         yield Send(owner, payload)
-    sums = [parts[rank]]
     for distance in range(1, world_size):
         theirs, _ = wire.decode((yield Recv((rank - distance) % world_size)))
-        sums.append(theirs)
-        # Sums of equally many ranks are added, so that no entry is read again for every rank.
-        num_ranks = distance + 1
-        while num_ranks % 2 == 0:
-            later = sums.pop()
-            sums[-1] = wire.add(sums[-1], later)
-            num_ranks //= 2
-    total = wire.add_all(sums)
+        sums = wire.add(sums, theirs)
 
-    counters = wire.count_magnitudes(total, k, world_size)
+    counters = wire.count_magnitudes(sums, k, world_size)
     counts = yield from all_gather(rank, world_size, counters, wire.read_counts, wire)
-    kept, dropped = wire.keep_largest(total, wire.quotas(counts, k)[rank])
+    kept, dropped = wire.keep_largest(sums, wire.quotas(counts, k)[rank])
     payload, rounding = wire.encode(kept, tally)
 
     # Tallies are merged here, in the order of ranks: sums of weights depend on the order, and all
@@ -78,11 +70,9 @@ def sparse_reduce_scatter(
     regions, tallies = zip(
         *(yield from all_gather(rank, world_size, payload, wire.decode, wire)), strict=True
     )
-    owed += dropped, rounding
+    owed = wire.add(wire.add(owed, dropped), rounding)
     return Exchanged(
-        kept=wire.union_disjoint(regions),
-        owed=wire.add_all(owed),
-        tally=reduce(Tally.merge, tallies),
+        kept=wire.union_disjoint(regions), owed=owed, tally=reduce(Tally.merge, tallies)
     )
 
 
