@@ -4,10 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import offbeat
-from offbeat.averaging.background.averager import BackgroundCallback
 from offbeat.errors import ConfigError
 
 
@@ -82,13 +80,3 @@ def test_values_are_rounded_where_that_saves_something_and_ranks_differ_anyway(
     options: dict[str, Any], num_elements: int, dtype: type[np.floating], rounds: bool
 ) -> None:
     assert offbeat.WAGMA(**options).rounds(num_elements, np.dtype(dtype)) == rounds
-
-
-def test_a_rank_may_rest_before_its_first_step() -> None:
-    net = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with offbeat.attach(net, optimizer, offbeat.WAGMA()) as session:
-        average = next(each for each in session.callbacks if isinstance(each, BackgroundCallback))
-        with session.resting():
-            assert not average._model.await_step(0)
-        assert average._model.await_step(1)

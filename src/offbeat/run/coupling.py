@@ -421,10 +421,11 @@ class ScriptSessions(ScriptListener):
             coupled.evaluation.training_goes_on()
         if isinstance(coupled.session, Session):
             ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
-            if isinstance(ddp, DistributedDataParallel) and ddp in self._wrapped:
+            if self._recipe.replicas_differ and isinstance(ddp, DistributedDataParallel):
                 # Those of Auto are alike at first, and it may go over to a strategy whose are not.
                 differ = coupled.session.acting.replicas_differ
-                ddp.broadcast_buffers = self._wrapped[ddp].sends_buffers and not differ
+                made = self._wrapped.get(ddp, _Wrapped())
+                ddp.broadcast_buffers = made.sends_buffers and not differ
 
     def _couple(self, ddp: DistributedDataParallel | ShardedModule) -> _Coupled | None:
         """The session of a model that is about to train, which is attached if there is none."""
