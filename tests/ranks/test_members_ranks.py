@@ -120,25 +120,30 @@ def come_back(rank: int, world_size: int) -> dict[str, Any]:
         }
 
 
+def heard(session: offbeat.Session, words: str) -> bool:
+    return any(words in notice for notice in session.notices)
+
+
 def returns(rank: int, world_size: int, *, wanted: str) -> dict[str, Any]:
     """Rank 2 is killed, and rank 0 has it started anew as a process that joins the run."""
     os.environ[SECRET_VARIABLE] = SECRET
     net = make_net()
     session, optimizer = attached(net, "members")
     with session:
-        asked, step = False, 0
-        while step < 2 * STEPS:
+        asked = False
+        for step in range(2 * STEPS):
             if rank == 2 and step == DIES_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
+            # The run goes on once it is back. Others may hear of its death after any step.
+            while True:
+                if rank == 0 and not asked and heard(session, "without worker 2"):
+                    asked = True
+                    returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: SECRET}
+                    ask_for(wanted, launcher_environment(2, world_size) | returning)
+                if step != STEPS or heard(session, "with worker 2 come in"):
+                    break
+                pause()
             train(net, optimizer, rank, range(step, step + 1))
-            step += 1
-            if rank == 0 and not asked and any("without worker 2" in n for n in session.notices):
-                asked = True
-                returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: SECRET}
-                ask_for(wanted, launcher_environment(2, world_size) | returning)
-            if step == STEPS:  # the run goes on once it is back
-                while not any("with worker 2 come in" in n for n in session.notices):
-                    pause()
         return {"held": fingerprint(net), "averages": averages_of(session)}
 
 
