@@ -64,7 +64,7 @@ def run_with_each(
 ) -> list[int]:
     """Run `script` once with each strategy; how many sessions each of them attached."""
     dist.destroy_process_group()
-    attached = []
+    attached, kept = [], list[Any]()
     sys.path[0] = str(Path(script).parent)
     for label, port in zip(labels, ports, strict=True):
         find_by(port, rank, world_size)
@@ -77,6 +77,8 @@ def run_with_each(
         if found is not None:
             attached.append(found.num_attached)
         if dist.is_initialized():
+            # DDP's reducer must not be the last that refers to a group, as in `run.patches`.
+            kept.append(dist.group.WORLD)
             dist.destroy_process_group()
         sys.modules.pop("common")
     return attached
