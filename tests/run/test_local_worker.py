@@ -204,6 +204,12 @@ def recorded_run(directory: Path, name: str = "script", metric: str | None = Non
     return path
 
 
+def recorder_of(path: Path) -> ScriptRecorder:
+    """Of a worker that is alone."""
+    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
+    return ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+
+
 def test_a_session_that_takes_the_place_of_another_goes_on_with_its_record(tmp_path: Path) -> None:
     path, store = recorded_run(tmp_path), dist.HashStore()
 
@@ -263,8 +269,7 @@ def test_a_session_ends_well_though_the_disk_takes_no_summary(
 
 def test_a_metric_that_the_script_never_logs_is_missed(tmp_path: Path) -> None:
     path = recorded_run(tmp_path, metric="acuracy")
-    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
-    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    recorder = recorder_of(path)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
@@ -279,8 +284,7 @@ def test_a_metric_that_the_script_never_logs_is_missed(tmp_path: Path) -> None:
 
 def test_losses_of_what_is_trained_between_two_sessions_are_in_no_step(tmp_path: Path) -> None:
     path = recorded_run(tmp_path)
-    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
-    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    recorder = recorder_of(path)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -301,8 +305,7 @@ def test_of_a_long_run_without_a_metric_few_means_of_the_loss_stay_equally_far_a
     """And the last one, which the summary has."""
     monkeypatch.setattr(recording, "MOST_LOSSES", 4)
     path = recorded_run(tmp_path)
-    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
-    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    recorder = recorder_of(path)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
@@ -325,8 +328,7 @@ def test_of_a_long_run_without_a_metric_few_means_of_the_loss_stay_equally_far_a
 
 def test_losses_of_another_model_are_in_no_step(tmp_path: Path) -> None:
     path = recorded_run(tmp_path)
-    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
-    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    recorder = recorder_of(path)
     recorded, other = nn.Linear(2, 1), nn.Linear(2, 1)
     for model, loss in ((recorded, 1.0), (other, 5.0), (recorded, 2.0)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

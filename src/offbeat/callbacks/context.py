@@ -136,8 +136,9 @@ class Context:
             so many steps of the run. Collective: called after the same step on all ranks, and after
             each further one until it returns True. What is owed is sent in the step between, and
             models that differ become one first.
-        shared_out: what shares out the samples that training takes; None: nothing does. The same on
-            all ranks whose loops are alike.
+        training_loader: the loader that training takes its batches from, if the session has one
+            such and ranks take their steps together; None otherwise. The same on all ranks whose
+            loops are alike.
         returns: whether this worker joins a run under way.
         num_steps: how many the run has made when callbacks are built.
         bucket_mib: the size of a bucket of gradients, > 0; None: as the strategy likes.
@@ -162,7 +163,7 @@ class Context:
     waited_s: Callable[[], float] = float
     resting: Callable[[], AbstractContextManager[None]] = nullcontext
     switch: Callable[[Any, Callback, int], bool] = lambda strategy, stays, num_steps: True
-    shared_out: Callable[[], SharesOut | None] = lambda: None
+    training_loader: Callable[[], SharesOut | None] = lambda: None
     returns: bool = False
     num_steps: int = 0
     bucket_mib: float | None = None

@@ -222,7 +222,7 @@ class Session:
             waited_s=self._traffic.counting.waited_s,
             resting=self.resting,
             switch=self._switch,
-            shared_out=self._shared_out,
+            training_loader=self._training_loader,
             returns=returns,
             bucket_mib=bucket_mib,
             replica_check_interval=replica_check_interval,
@@ -443,8 +443,9 @@ class Session:
         With `AdaptiveSGD` a rank that is free claims the next batch, and the strategy says how
         large; with `ElasticSGD` each rank has an equal share. With the others, ranks take equally
         many steps, with batches of as many samples as each asks for, and gradients are averaged
-        over samples. Evaluate under `torch.no_grad()`, iteration included: batches that are taken
-        there count for no gradient.
+        over samples; `Auto` divides a step's samples by speed where a rank is steadily slower, and
+        all have asked for as many. Evaluate under `torch.no_grad()`, iteration included: batches
+        that are taken there count for no gradient.
 
         A `DataLoader` is taken as it is, not prepared for several ranks: its dataset, batch size,
         `collate_fn`, worker processes with all that belongs to them, and pinned memory. With
@@ -658,7 +659,7 @@ class Session:
         self._act_by(strategy, stays, num_steps=num_steps)
         return True
 
-    def _shared_out(self) -> LockstepLoader | None:
+    def _training_loader(self) -> LockstepLoader | None:
         """The loader that training takes its batches from; None where there is none, or several."""
         loaders = [each for each in self._callbacks if isinstance(each, LockstepLoader)]
         training = [each for each in loaders if each.trains]

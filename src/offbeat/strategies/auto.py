@@ -428,7 +428,7 @@ class Chooser(Callback):
                 choice,
                 seen,
                 looks_again=self._may_look(name),
-                shares_out=self._context.shared_out() is not None,
+                shares_out=self._context.training_loader() is not None,
             ),
         ):
             self._context.notices.inform(remark)
@@ -453,7 +453,7 @@ class Chooser(Callback):
 
     def _shares(self) -> dict[str, Any] | None:
         """What shares samples out, and how many this rank can have in the place of one."""
-        loader = self._context.shared_out()
+        loader = self._context.training_loader()
         if loader is None:
             return None
         device = next(iter(self._context.parameters.values())).device
@@ -486,7 +486,7 @@ class Chooser(Callback):
         return _BatchSizes(tuple(first["asked"]), now, by_speed)
 
     def _share_out(self, sizes: tuple[int, ...]) -> None:
-        loader = self._context.shared_out()
+        loader = self._context.training_loader()
         if loader is not None and sizes != tuple(loader.batch_sizes):
             loader.share_out(sizes)
             said = ", ".join(map(str, sizes))
@@ -592,19 +592,19 @@ class Chooser(Callback):
                 elif sizes.by_speed != sizes.now:
                     runs[name + BY_SPEED] = sizes.divided(run, sizes.by_speed)
         mine: dict[str, _Predicted] = {}
-        for number, (key, run) in enumerate(runs.items()):
+        for number, (key, divided) in enumerate(runs.items()):
             name = key.removesuffix(BY_SPEED)
             strategy, candidate = possible[name], CANDIDATES[name]
             if number % context.driver.world_size == context.driver.rank and name not in too_large:
                 try:
-                    predicted = predict(strategy, run, period=candidate.period)
+                    predicted = predict(strategy, divided, period=candidate.period)
                     coming_s = step_s = predicted.step_s
                     if name != at_work:  # whose work is in `processors_s` already
                         coming_s = step_s = candidate.on_processors_s(
                             step_s, num_elements, processors_s=processors_s, cores=cores
                         )
                     if candidate.begins_as and name != at_work:
-                        begins_s = predict(built(candidate.begins_as), run).step_s
+                        begins_s = predict(built(candidate.begins_as), divided).step_s
                         coming_s += candidate.beginning * (begins_s - step_s)
                 except Exception as error:  # noqa: BLE001 - a prediction must not end a run
                     context.notices.notify(

@@ -279,24 +279,23 @@ def test_members_that_are_late_for_long_are_given_up_until_they_have_caught_up(
     assert shared.wait_for_late(0.0) == {1}
 
 
-def test_a_rank_that_rests_has_ended_its_step(shared: SharedModel) -> None:
-    assert shared.await_step(3)
-    assert shared.take_awaited() == 3
-    shared.rest()
+def expect_rest_until_resumed(shared: SharedModel) -> None:
     assert not shared.await_step(4)
     mine = shared.contribute(4)
     assert mine is not None
     assert mine.fresh
     shared.resume()
     assert shared.await_step(5)
+
+
+def test_a_rank_that_rests_has_ended_its_step(shared: SharedModel) -> None:
+    assert shared.await_step(3)
+    assert shared.take_awaited() == 3
+    shared.rest()
+    expect_rest_until_resumed(shared)
 
 
 def test_a_rank_that_rests_does_so_in_the_next_generation_too(shared: SharedModel) -> None:
     shared.rest()
     shared.begin_generation()
-    assert not shared.await_step(4)
-    mine = shared.contribute(4)
-    assert mine is not None
-    assert mine.fresh
-    shared.resume()
-    assert shared.await_step(5)
+    expect_rest_until_resumed(shared)
