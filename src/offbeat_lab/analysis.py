@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from offbeat.run.recording import TRAINING_LOSS
 from offbeat.run.records import Evaluation, Summary
 from offbeat_lab.breakdown import Steps, lateness, read_steps, slow_worker_of
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
@@ -29,11 +30,12 @@ _PHASES: Final[Mapping[Measure, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AnalysedRun:
-    """One finished run."""
+    """One finished run. It has `diverged` where its metric is no number at its end."""
 
     summary: Summary
     steps: Steps
     evaluations: Sequence[Evaluation]
+    diverged: bool = False
 
 
 def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) -> Comparison:
@@ -99,21 +101,26 @@ def _read(path: Path) -> AnalysedRun | None:
     steps = read_steps(record)
     if not steps.num_steps:
         return None
-    # Others have diverged.
-    evaluations = [each for each in record.evaluations() if math.isfinite(each.metric)]
-    return AnalysedRun(summary=summary, steps=steps, evaluations=evaluations)
+    found = record.evaluations()
+    evaluations = [each for each in found if math.isfinite(each.metric)]
+    # Of training losses a record keeps only those that are numbers.
+    diverged = bool(found) and (
+        not math.isfinite(found[-1].metric)
+        or (summary.metric_name == TRAINING_LOSS and summary.metric is None)
+    )
+    return AnalysedRun(summary=summary, steps=steps, evaluations=evaluations, diverged=diverged)
 
 
 def common_level(
     runs: Mapping[str, Sequence[AnalysedRun | None]], higher_is_better: bool
 ) -> float | None:
-    """The best metric that every run has reached at some time."""
+    """The best metric that every run has reached at some time, but for those that diverged."""
     best = max if higher_is_better else min
     reached = [
         best(evaluation.metric for evaluation in run.evaluations)
         for of in runs.values()
         for run in of
-        if run is not None and run.evaluations
+        if run is not None and run.evaluations and not run.diverged
     ]
     return (min if higher_is_better else max)(reached) if reached else None
 
@@ -215,6 +222,12 @@ def _notices(runs: Sequence[AnalysedRun | None], seeds: Sequence[int]) -> list[s
         notice if len(by) == len(done) else f"seed {', '.join(map(str, by))}: {notice}"
         for notice, by in said.items()
     ]
+    if num_diverged := sum(run.diverged for run in done.values()):
+        notices.insert(
+            0,
+            f"training diverged in {num_diverged} of {len(done)} runs: the metric was no number at"
+            " the end",
+        )
     ages = [
         run.summary.mean_entry_age
         for run in runs
@@ -286,7 +299,10 @@ def winner(comparison: Comparison) -> ComparedStrategy | None:
     the one with the shortest steps. Whether it is ahead beyond the spread is for the verdict to
     say. None where nothing finished.
     """
-    order = _complete(comparison) or ranking(comparison, "step_s")
+    complete = _complete(comparison)
+    if len(complete) > 1 and not complete[0].measures["time_to_target_s"].median:
+        complete = []  # it was reached before the first step, and the verdict is of steps
+    order = complete or ranking(comparison, "step_s")
     return order[0] if order else None
 
 

@@ -4,6 +4,7 @@ task's model or into a script.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -56,9 +57,21 @@ class TaskModel(AttachedModel):
         """The model to evaluate: where replicas differ on purpose, their mean. Collective unless
         the session averages alone.
         """
-        if isinstance(self.session, Session) and self.session.strategy.replicas_differ:
-            return self.session.averaged_model()
-        return self.model
+        session = self.session
+        if isinstance(session, Session):
+            return session.averaged_model() if session.strategy.replicas_differ else self.model
+        return mean_of_all(self.model) if session.replicas_differ else self.model
+
+
+def mean_of_all(model: nn.Module) -> nn.Module:
+    """A copy of `model` with the mean of all ranks' parameters. Collective, in the default group,
+    and of no strategy's bytes.
+    """
+    mean = copy.deepcopy(model)
+    for parameter in mean.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+    return mean
 
 
 def attach_recipe(

@@ -70,14 +70,26 @@ class Steps:
 
     def step_s(self) -> NDArray[np.float64]:
         """How long each step took, mean over the ranks that did it, shape (steps,); where samples
-        are claimed, over all.
+        are claimed, over those that took part in its mega-batch.
         """
         return self._mean(self.duration_s)
 
     def _mean(self, values: Matrix) -> NDArray[np.float64]:
-        num_ranks = self.num_ranks if self.merged.size else np.maximum(1, self.done.sum(axis=0))
-        mean: NDArray[np.float64] = np.nansum(values, axis=0) / num_ranks
+        num_ranks = self._took_part().sum(axis=0)
+        mean: NDArray[np.float64] = np.nansum(values, axis=0) / np.maximum(1, num_ranks)
         return mean
+
+    def _took_part(self) -> NDArray[np.bool_]:
+        """Shape (ranks, steps). Where samples are claimed a rank with larger batches has no event
+        of some steps, and one that has none in a whole mega-batch was dead.
+        """
+        if not self.merged.size:
+            return self.done
+        ends = np.searchsorted(self.step, self.merged, side="right")
+        parts = np.split(self.done, ends, axis=1)
+        there = [np.broadcast_to(part.any(axis=1, keepdims=True), part.shape) for part in parts]
+        took_part: NDArray[np.bool_] = np.concatenate(there, axis=1)
+        return took_part
 
     def block_step_s(self) -> list[float]:
         """Mean of `step_s` in blocks of consecutive steps, without the first ones."""

@@ -223,7 +223,8 @@ class EmulatedGroup(WorkerGroup):
     def _carry_out(self, action: ClusterFault | SpeedChange) -> None:
         worker = self._workers[action.worker]
         if isinstance(action, SpeedChange):
-            self._apply_speed(action.worker)
+            # Where a fault holds all up, training time may not have come so far.
+            self._apply_speed(action.worker, least_s=action.at_s)
         elif action.action == "return":
             self._restart(action)
         elif action.action in SIGNALS:
@@ -258,9 +259,10 @@ class EmulatedGroup(WorkerGroup):
             self._heard_s = time.monotonic()
         self._held_up.discard((fault.action, fault.worker))
 
-    def _apply_speed(self, rank: int) -> None:
+    def _apply_speed(self, rank: int, *, least_s: float = 0.0) -> None:
         if self._cluster is not None:
-            self._emulation.set_speed(rank, self._cluster.speed_at(rank, self.seconds))
+            elapsed_s = max(least_s, self.seconds)
+            self._emulation.set_speed(rank, self._cluster.speed_at(rank, elapsed_s))
 
 
 def hint(run_directory: Path) -> str:

@@ -33,6 +33,7 @@ from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import TaskModel, attach_recipe, link_delay, step_time
 from offbeat_lab.checkpoints import Manifest, latest, read_shard, write_checkpoint
 from offbeat_lab.config import recipe_of, task_of
+from offbeat_lab.emulation.delaying import StepTimeEmulator
 from offbeat_lab.native import NativeSession
 from offbeat_lab.pauses import Pauses, StepLimit, barrier
 from offbeat_lab.records import Record
@@ -323,7 +324,8 @@ def _summarize(run: TaskRun, recorder: TaskRecorder) -> Summary | None:
     apart = session.averages_alone
     final = None if apart else run.attached.averaged_model()
     num_steps = max(1, step - recorder.first_step)
-    notices = [*_length_notices(run), *_step_time_notices(run, num_steps)]
+    rank = run.coordinator.rank
+    notices = [*_length_notices(run), *step_time_notices(run.step_time, rank, num_steps)]
     ends = gather_ends(recorder, notices, patience_s=HANGS_S if apart else None)
     if ends is None:
         return None
@@ -360,12 +362,13 @@ def _length_notices(run: TaskRun) -> list[str]:
     ]
 
 
-def _step_time_notices(run: TaskRun, num_steps: int) -> list[str]:
-    if run.step_time.num_late * 20 < num_steps:
+def step_time_notices(step_time: StepTimeEmulator, rank: int, num_steps: int) -> list[str]:
+    """What is to be said where steps were longer than they were to be."""
+    if step_time.num_late * 20 < num_steps:
         return []
     what = (
-        f"worker {run.coordinator.rank} computed for longer than the emulated step in"
-        f" {run.step_time.num_late} of {num_steps} steps"
+        f"worker {rank} computed for longer than the emulated step in {step_time.num_late} of"
+        f" {num_steps} steps"
     )
     return [f"{what}; give a longer --step-time, or fewer workers"]
 

@@ -36,7 +36,7 @@ from offbeat_lab.config import recipe_of
 from offbeat_lab.joining import join, leave
 from offbeat_lab.pauses import TURNS_VARIABLE, EmulatedRecorder, Pauses, StepLimit
 from offbeat_lab.records import Record
-from offbeat_lab.training import train_rank
+from offbeat_lab.training import step_time_notices, train_rank
 
 PATIENCE_S: Final = 10.0
 """For how long the leader waits for ranks that are behind: one may have left its loop."""
@@ -227,6 +227,10 @@ class ComparedScript(ScriptRecorder):
     @override
     def end(self) -> None:
         self._evaluation_ends()
+        if isinstance(recorder := self._recorder, EmulatedRecorder):
+            rank, num_steps = recorder.run.coordinator.rank, self.position.step
+            num_steps = max(1, num_steps - recorder.first_step)
+            recorder.run.notices += step_time_notices(recorder.step_time, rank, num_steps)
         super().end()
 
     @override

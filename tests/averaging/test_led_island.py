@@ -207,3 +207,37 @@ def test_what_members_have_counted_is_saved() -> None:
     saved = {"local": {"counters/own": [0, 1], "counters/seen": [0, 1]}}
     loaded = {"local": {"counters/own": [5, 6], "counters/seen": [0, 1]}}
     assert results_of(2, job) == [(saved, loaded)] * 2
+
+
+class AveragesWhenAsked(Callback):
+    """As a mean of members does, one of whom has come for an average."""
+
+    averages_models = True
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self._weights = weights
+
+    @override
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
+        for own, mean in zip(self._weights.tensors(), weights.tensors(), strict=True):
+            own.detach().fill_(7)
+            mean.detach().fill_(9)
+        return frozenset()
+
+
+def test_an_average_that_a_mean_was_asked_for_has_become_is_in_all_shards() -> None:
+    @torch.no_grad()
+    def job(driver: ThreadDriver) -> tuple[float, float]:
+        parameters = {"a": torch.nn.Parameter(torch.zeros(2))}
+        weights = ModelWeights(parameters=parameters, buffers=dict, chosen=BufferNames())
+        led = led_by_first_rank(
+            context_of(driver, parameters),
+            weights,
+            lambda _, whole: [AveragesWhenAsked(whole)],
+            changes_gradients=False,
+        )
+        mean = {"a": torch.zeros(2)}
+        led.average_into(ModelWeights(parameters=mean, buffers=dict, chosen=BufferNames()))
+        return float(parameters["a"][0]), float(mean["a"][0])
+
+    assert results_of(2, job) == [(7.0, 9.0)] * 2

@@ -212,3 +212,25 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         offbeat.LocalSGD(exchange=store, start_step=3)
     with pytest.raises(ConfigError, match="without torchrun"):
         offbeat.LocalSGD(exchange=store).check_world(2)
+
+
+def test_all_begin_with_what_is_not_trained_of_worker_0_too(place: str) -> None:
+    """The largest entries of two permutations are none."""
+
+    def job(rank: int) -> list[torch.Tensor]:
+        model = make_model()
+        model[0].requires_grad_(False)
+        model[0].weight.detach().fill_(rank + 1)
+        model.register_buffer("order", torch.arange(4).roll(rank))
+        model.register_buffer("kept", torch.arange(4) == rank)
+        optimizer = sgd(model)
+        with session_on(SingleRank(), model, optimizer, strategy_of(place, rank)):
+            for step in range(NUM_STEPS):
+                step_of(model, optimizer, rank, step)
+        return [model[0].weight.detach(), *(each for _, each in model.named_buffers())]
+
+    first, *others = on_all(job)
+    assert float(first[0][0, 0]) == 1.0
+    assert [each.tolist() for each in first[1:]] == [[0, 1, 2, 3], [True, False, False, False]]
+    for other in others:
+        assert all(map(torch.equal, first, other))

@@ -25,6 +25,7 @@ from offbeat.averaging.periodic import (
     GrowingPeriod,
     MeanOfAll,
     PeriodicAverage,
+    WeightExchange,
     coded_changes,
 )
 from offbeat.callbacks.callback import Callback
@@ -267,3 +268,38 @@ def test_a_parameter_with_gaps_in_memory_moves_as_one_without(strategy: Any) -> 
     )
     for one, other in zip(with_gaps, without, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class LeavesAtBackward(WeightExchange):
+    """As D-PSGD's weights do."""
+
+    state_key = "leaves_at_backward"
+    leaves_at = "backward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.did: list[str] = []
+
+    @override
+    def launch(self, number: int) -> None:
+        self.did.append("launch")
+
+    @override
+    def merge(self) -> None:
+        self.did.append("merge")
+
+    @override
+    def close(self) -> None:
+        self.did.append("close")
+
+
+def test_what_has_left_for_a_step_that_is_not_taken_is_waited_for_by_nobody() -> None:
+    """One rank alone may run a backward pass after the last step, as for an evaluation."""
+    exchange = LeavesAtBackward()
+    average = PeriodicAverage(exchange, GrowingPeriod(1))
+    average.on_backward_begins(synchronised=True)
+    average.on_before_step()
+    average.on_after_step()
+    average.on_backward_begins(synchronised=True)
+    average.on_finish()
+    assert exchange.did == ["launch", "merge", "launch", "close"]

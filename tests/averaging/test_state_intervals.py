@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import offbeat
+from offbeat.averaging.periodic import MeanSquares
 from offbeat.errors import ConfigError
 from thread_support.nets import make_model, step_of, trained
 from thread_support.world import ThreadDriver, in_threads, results_of, session_on
@@ -254,3 +255,12 @@ def test_states_of_a_single_number_have_their_intervals_too() -> None:
     (one,), (other,) = found
     same = {name: torch.equal(one[name], other[name]) for name in one}
     assert same == {"parameter": True, "step": True, "exp_avg": False, "exp_avg_sq": True}
+
+
+def test_squares_that_were_read_of_a_file_go_where_their_parameters_are() -> None:
+    """A file gives tensors of the host. Tensors without content stand for those of a GPU."""
+    weight = torch.nn.Parameter(torch.empty(3, device="meta"))
+    squares = MeanSquares(torch.optim.Adam([weight]), {"weight": weight}, world_size=2)
+    saved = {"step_of_square/weight": 4.0, "square/weight": torch.ones(3)}
+    squares.load({"has_squares": True} | saved)
+    assert squares.state()["square/weight"].is_meta

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.averaging.streaming import Streaming, fragments_of
+from offbeat.averaging.periodic import Everyone
+from offbeat.averaging.streaming import Streaming, StreamingMean, fragments_of
 from offbeat.errors import ConfigError
+from offbeat.transport.driver import Stream
+from offbeat.transport.single_rank import SingleRank
+from offbeat.weights.model_weights import BufferNames, ModelWeights
 from thread_support.nets import make_model, parameters_of, step_of, trained
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -270,3 +274,21 @@ def test_no_fragment_is_averaged_more_often_than_once_a_period(fragments: int) -
         12 // fragments,
         12 + 12 // fragments,
     ]
+
+
+def test_a_mean_that_was_read_of_a_file_goes_where_its_parameter_is() -> None:
+    weight = torch.nn.Parameter(torch.empty(3, device="meta"))
+    named = {"weight": weight}
+    exchange = StreamingMean(
+        ModelWeights(parameters=named, buffers=dict, chosen=BufferNames()),
+        named,
+        Everyone(SingleRank(), Stream(0)),
+        streaming=Streaming(delay=1),
+        outer=offbeat.Outer(),
+        codec=None,
+    )
+    kinds = ("arrived", "anchor", "outer/SGD/momentum_buffer")
+    replicated = {f"{kind}/weight": torch.ones(3) for kind in kinds}
+    local = {"world_size": 1, "begun/weight": torch.ones(3)}
+    exchange.load({"replicated": replicated, "local": local})
+    assert exchange.state()["replicated"]["arrived/weight"].is_meta

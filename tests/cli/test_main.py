@@ -340,3 +340,10 @@ def test_json_is_one_line_and_a_table_is_for_people(call, tmp_path: Path) -> Non
     table = call("train", "--resume", "run", "--steps", "3").out
     assert all(word in table for word in ("accuracy", "sent by a worker", "steps", "mnist"))
     assert call("train", "--resume", "run").status == 2
+
+
+def test_a_module_in_the_working_directory_is_found_as_by_python(call, tmp_path: Path) -> None:
+    (tmp_path / "trains_here.py").touch()
+    outcome = call("run", "--workers", "0", "-m", "trains_here")
+    assert outcome.status == 2
+    assert "--workers is 0" in outcome.err

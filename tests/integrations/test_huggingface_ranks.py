@@ -74,6 +74,8 @@ def in_trainer(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
         "ddp": fit(None, "ddp"),
         "allreduce": fit("allreduce", "allreduce"),
         "dear": fit("dear", "dear"),
+        "ddp without a limit": fit(None, "ddp-unlimited", max_grad_norm=0.0),
+        "dear without a limit": fit("dear", "dear-unlimited", max_grad_norm=0.0),
         "gtopk": fit(gtopk, "once", save_strategy="steps", save_steps=3),
         "half": fit(gtopk, "halves", max_steps=3, save_strategy="steps", save_steps=3),
         "resumed": fit(gtopk, "halves", resume=True),
@@ -89,6 +91,10 @@ def test_trainer_of_transformers(run_ranks: RunRanks, tmp_path: Path) -> None:
         assert first[name]["exchanges"] == first[name]["steps"] == 6
     assert first["resumed"]["model"] == first["gtopk"]["model"] != first["half"]["model"]
     assert first["localsgd"]["model"] == second["localsgd"]["model"]
+    unlimited = [first[f"{name} without a limit"]["model"] for name in ("ddp", "dear")]
+    assert unlimited[1] == pytest.approx(unlimited[0], abs=1e-6)
+    saved = tmp_path / "once" / "checkpoint-3" / "training_args.bin"
+    assert torch.load(saved, weights_only=False).max_grad_norm == 1.0
 
 
 class FailingOnce(TrainerCallback):
@@ -216,3 +222,60 @@ def two_sessions(rank: int, world_size: int, *, directory: str) -> list[bool]:
 def test_each_of_two_sessions_has_its_own_state(run_ranks: RunRanks, tmp_path: Path) -> None:
     for found in run_ranks(two_sessions, 2, timeout_s=270, directory=str(tmp_path)):
         assert found == [True, True]
+
+
+def compiled_by_accelerate(rank: int, world_size: int) -> dict[str, list[float]]:
+    as_launched(rank, world_size)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    only_ours_are_errors()
+    accelerator, plain = Accelerator(cpu=True, dynamo_backend="eager"), Regression()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.02)
+    loader = DataLoader(Line(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
+    strategy = offbeat.LocalSGD(period=100, warmup=0)
+    with attach(accelerator, model, optimizer, strategy):
+        for batch in list(loader)[:2]:
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        own = vector(plain)
+    return {"own": own, "mean": vector(plain)}
+
+
+def test_ddp_exchanges_nothing_in_a_model_that_accelerate_compiles(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(compiled_by_accelerate, 2, timeout_s=270)
+    assert first["own"] != second["own"]
+    assert first["mean"] == second["mean"]
+
+
+class Searching(TrainerCallback):
+    """What the Trainer's state says in a trial."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        state.is_hyper_param_search = True
+
+
+def in_a_search(rank: int, world_size: int, *, directory: str) -> None:
+    as_launched(rank, world_size)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    only_ours_are_errors()
+    arguments = TrainingArguments(
+        output_dir=directory,
+        use_cpu=True,
+        ddp_backend="gloo",
+        optim="sgd",
+        max_steps=2,
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    callbacks = [OffbeatCallback("allreduce"), Searching()]
+    Trainer(Regression(), arguments, train_dataset=Line(), callbacks=callbacks).train()
+
+
+def test_a_trial_of_a_search_leaves_no_state_outside_of_its_directory(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    run_ranks(in_a_search, 2, timeout_s=270, directory=str(tmp_path))
+    assert (tmp_path / "checkpoint-1").exists()
+    assert not list(tmp_path.rglob("offbeat"))

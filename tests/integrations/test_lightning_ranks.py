@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from integrations_support.ranks import as_launched, only_ours_are_errors
-from offbeat.errors import OffbeatWarning, UnsupportedError
+from offbeat.errors import OffbeatError, OffbeatWarning, UnsupportedError
 from offbeat.integrations.lightning import OffbeatFabricStrategy, OffbeatStrategy
 from ranks_support.launch import RunRanks
 
@@ -170,3 +170,40 @@ def test_fabric(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert found["allreduce"]["model"] == pytest.approx(found["ddp"]["model"], abs=1e-6)
     assert found["allreduce"]["exchanges"] == 6
     assert found["resumed"]["model"] == found["at once"]["model"] != found["half"]["model"]
+
+
+class ByValue(Regression):
+    """Clips by itself, as modules with manual optimization do."""
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+
+
+def by_value_in_the_module(rank: int, world_size: int, *, directory: str) -> None:
+    as_launched(rank, world_size)
+    only_ours_are_errors()
+    trainer = lightning.Trainer(
+        strategy="offbeat_gtopk",
+        accelerator="cpu",
+        devices=2,
+        plugins=[LightningEnvironment()],
+        default_root_dir=directory,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(OffbeatError, match="clip by norm"):
+        trainer.fit(ByValue(), data())
+
+
+def test_a_module_that_clips_by_value_itself_is_refused(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    run_ranks(by_value_in_the_module, 2, timeout_s=270, directory=str(tmp_path))

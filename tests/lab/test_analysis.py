@@ -231,6 +231,9 @@ def test_a_target_that_holds_before_the_first_step_is_no_race(tmp_path: Path) ->
     assert [d.measure for d in analysed.differences] == ["step_s"]
     assert analysed.verdict.startswith("gtopk takes the shortest steps")
     assert analysed.verdict.endswith("accuracy 0.1 was reached before the first step.")
+    won = winner(analysed)
+    assert won is not None
+    assert won.label == "gtopk"
 
 
 def test_a_metric_that_is_not_a_number_is_none_that_was_reached(tmp_path: Path) -> None:
@@ -646,3 +649,22 @@ def test_one_worker_is_slow_if_half_of_the_strategies_say_so(
     named: list[int | None], slow: int | None
 ) -> None:
     assert slow_worker_of(named) == slow
+
+
+def test_a_run_that_has_diverged_sets_no_target_and_is_said_to_have(tmp_path: Path) -> None:
+    broken = [(0, 3.0), (20, 2.9), (40, math.nan)]
+    sound = [(0, 3.0), (20, 2.95), (40, 1.0)]
+    analysed = compare_runs(
+        tmp_path,
+        {
+            "ddp": [{"step_s": [0.1] * STEPS, "metrics": broken}],
+            "gtopk": [{"step_s": [0.4] * STEPS, "metrics": sound}],
+        },
+        target=None,
+        target_was_given=False,
+        higher_is_better=False,
+    )
+    assert analysed.target == 1.0
+    assert analysed.verdict.startswith("Only gtopk reached accuracy 1 in every run")
+    assert "diverged in 1 of 1 runs" in analysed.strategies[0].notices[0]
+    assert analysed.strategies[1].notices == []

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
+from offbeat import host
 from offbeat.codec.json_objects import build
 from offbeat.errors import RecordError
 from offbeat.run.config import RunConfig
@@ -111,6 +112,7 @@ def test_cores_of_the_host_that_a_run_may_not_use_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    monkeypatch.setattr(host, "processor_limits", dict)
     record = Record(create(tmp_path / "run", CONFIG))
     assert record.head.environment["num_cpus"] == len(os.sched_getaffinity(0))
 
@@ -682,3 +684,21 @@ def test_a_window_has_those_columns_and_settled_steps_are_the_later_ones(of: Ste
     assert (
         settled.step.tolist() == of.step[of.num_steps // 4 :].tolist()
     )  # of so few steps a quarter is left out
+
+
+def test_cores_that_a_container_may_not_take_the_time_of_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)})
+    monkeypatch.setattr(host, "processor_limits", lambda: {"cpu.max 1": 2.5})
+    record = Record(create(tmp_path / "run", CONFIG))
+    assert record.head.environment["num_cpus"] == 2
+
+
+def test_where_samples_are_claimed_a_dead_worker_makes_steps_no_shorter(tmp_path: Path) -> None:
+    """The second rank is dead from the third mega-batch on, and each takes four seconds."""
+    updates = [(4, 4), (4, 4), (8, 0), (8, 0)]
+    of = read_steps(
+        Record(write_claimed(tmp_path / "run", updates=updates, steps_each=4, merge_s=0.0))
+    )
+    assert of.block_step_s() == pytest.approx([1.0] * 3)

@@ -17,8 +17,9 @@ from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.records import Summary
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.checkpoints import latest, verify
-from offbeat_lab.cluster import Cluster, ClusterFault
+from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import Request
+from offbeat_lab.emulation import Emulation
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
 from offbeat_lab.train import plan, train
@@ -222,3 +223,30 @@ def test_an_interrupt_stops_the_survivors_with_a_checkpoint_of_theirs(
     # It is of its first writer's step, and survivors do not keep step.
     assert 10 < manifest.step <= summary.steps
     assert 1 <= manifest.world_size <= 2
+
+
+def test_a_speed_changes_though_a_fault_holds_all_workers_up(
+    npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, float]] = []
+    monkeypatch.setattr(Emulation, "set_speed", lambda _, rank, speed: told.append((rank, speed)))
+    cluster = Cluster(
+        workers=2,
+        step_s=0.01,
+        changes=(SpeedChange(at_s=1.0, worker=0, speed=0.5),),
+        faults=(
+            ClusterFault(at_s=0.5, worker=1, action="stop"),
+            ClusterFault(at_s=1.5, worker=1, action="continue"),
+        ),
+    )
+    request = Request(
+        task="mnist",
+        strategy="allreduce",
+        workers=2,
+        steps=150,
+        cluster=cluster,
+        emulation="none",
+        settings=[f"path={npz}", "batch_size=4"],
+    )
+    assert train(plan(request, out=tmp_path / "run"), lambda report: None) is not None
+    assert told == [(0, 0.5)]

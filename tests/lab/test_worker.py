@@ -516,3 +516,17 @@ def test_what_is_not_described_is_not_paced(clock: Clock) -> None:
         step_time = StepTimeEmulator(cluster, 0, by_sleeping=True)
         assert step(step_time, clock, 1, forward_s=0.01, backward_s=0.02) == pytest.approx(0.03)
         assert step_time.slept_s == 0.0
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_slow_worker_sleeps_once_for_each_of_a_steps_passes(clock: Clock, passes: int) -> None:
+    step_time = StepTimeEmulator(Cluster(workers=1, speeds=(0.5,)), 0, by_sleeping=True)
+    for number in (1, 2):
+        began_s = clock.now_s
+        step_time.begin_step(number)
+        for _ in range(passes):
+            clock.work(0.01)
+            step_time.before_backward(0.0)
+            with step_time.backward():
+                clock.work(0.02)
+    assert clock.now_s - began_s == pytest.approx(passes * 0.03 / 0.5)

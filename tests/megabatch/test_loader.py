@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 import offbeat
 from offbeat import Session
@@ -28,8 +30,9 @@ from offbeat.megabatch.loader import (
     num_mega_batches,
     order_of,
 )
-from offbeat.session.loaders import LockstepLoader, num_steps, spans_of
-from offbeat.transport.driver import Driver
+from offbeat.session.loaders import LockstepLoader, make_loader, num_steps, spans_of
+from offbeat.transport.connect import RejoinedDriver
+from offbeat.transport.driver import Driver, Stream
 from thread_support.world import results_of, session_on
 
 Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]
@@ -789,3 +792,38 @@ def test_a_gradient_that_no_rank_steps_with_need_not_be_finite(attached: Make) -
             optimizer.step()
     assert sorted(seen) == list(range(40))
     assert net.weight.isfinite().all()
+
+
+def test_in_step_who_has_asked_for_two_gets_two_in_steps_that_are_not_full() -> None:
+    for number in range(num_steps(15, [2, 6])):  # 7 samples, and 8
+        assert min(end - begin for begin, end in spans_of(15, [2, 6], number)) == 2
+
+
+def test_in_step_a_worker_that_has_come_back_divides_samples_as_those_before() -> None:
+    store = HashStore()
+    network: Any = SimpleNamespace(own_store=lambda: store)
+
+    def made(driver: Driver, *, returns: bool) -> LockstepLoader:
+        loader = make_loader(
+            numbers(20),
+            callbacks=[],
+            driver=driver,
+            control=Stream(0),
+            network=network,
+            weigh=lambda num_samples: None,
+            notify=lambda remark: None,
+            returns=returns,
+            seed=0,
+            batch_size=2 + driver.rank,
+            max_batch_size=None,
+            claims_ahead=None,
+            collate=None,
+        )
+        assert isinstance(loader, LockstepLoader)
+        return loader
+
+    founders = results_of(2, lambda driver: made(driver, returns=False))
+    back = made(RejoinedDriver(1, 2, on_closed=lambda: None), returns=True)
+    assert back.asked == (2, 3)
+    batches = [[x.tolist() for (x,) in loader] for loader in (founders[1], back)]
+    assert batches[0] == batches[1]

@@ -9,12 +9,14 @@ from typing import cast
 import pytest
 from torch.distributed import HashStore
 
+from offbeat.codec.wire import ByteBlocks
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, Member
-from offbeat.membership.atomic_group import AtomicGroup
+from offbeat.membership.atomic_group import AtomicGroup, all_or_none
 from offbeat.membership.generations import Generations
+from offbeat.transport.driver import DONE, Driver, Finished, Ticket
 from offbeat.transport.network import StoreLostError
-from offbeat.transport.operations import Collective, Now
+from offbeat.transport.operations import Collective, Now, Operation, Send
 from offbeat.transport.single_rank import SingleRank
 
 
@@ -205,3 +207,38 @@ def test_who_fails_is_a_member_no_longer_and_says_nothing_of_the_run(group: Atom
     assert membership.told == [False]
     with pytest.raises(PeerError, match="this session is closed"):
         group.run(number_of)
+
+
+class ClosedAfterOneMessage(Driver):
+    """A member of three whose peers have sent all, and whose own second message comes too late."""
+
+    rank, world_size = 0, 3
+
+    def __init__(self) -> None:
+        self._num_sent = 0
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if isinstance(operation, Send):
+            self._num_sent += 1
+            if self._num_sent > 1:
+                raise PeerError("rank 0 has closed its connections")
+            return DONE
+        return Finished(ByteBlocks.join([b""]))
+
+    def close(self) -> None:
+        pass
+
+
+def test_whose_connections_close_between_two_messages_reads_what_was_settled() -> None:
+    said: list[str] = []
+
+    def work() -> Collective[str]:
+        yield Now()
+        return "outcome"
+
+    def is_done(word: str) -> bool:
+        said.append(word)
+        return True  # a peer had everything, and has written so
+
+    assert ClosedAfterOneMessage().run(all_or_none(0, 3, work(), is_done), 0) == "outcome"
+    assert said == ["void"]

@@ -512,3 +512,32 @@ def test_a_killed_process_leaves_the_membership_and_the_one_that_takes_its_place
     assert here.reaches(founders(0, 1)).number == 1
     start_process(be_a_member, 2, 3, joins=True, **orders)
     assert here.reaches(founders(0, 1) | {Member(2, 1)}).newcomers == {2}
+
+
+def test_a_member_without_a_heartbeat_is_waited_for_while_it_is_connected(run: Run) -> None:
+    """As one that is stopped for a while, or reads a large file in C."""
+    store = Membership(run.client())
+    here = run.worker(0, 3, silence_s=1.0)
+    with ExitStack() as stack:
+        meshes = [
+            here.network.open(generation=0, position=position, size=3, limits=BRISK)
+            for position in (1, 2)
+        ]
+        founding = store.create_run(3, "{}")
+        for mesh in meshes:
+            stack.callback(mesh.close)
+            store.publish_endpoint(founding, mesh.rank, mesh.endpoint)
+        here.generations.start("{}")
+        for mesh in meshes:
+            mesh.connect([endpoint or "" for endpoint in store.endpoints(founding)])
+        assert await_condition(lambda: not here.driver.unreached())
+
+        following = store.propose(replace(founding, number=1))
+        assert await_condition(lambda: store.endpoints(following)[0] is not None)
+        beats = run.client().add("beat/0/0", 0)
+        # Six in a second, after which they are silent.
+        assert await_condition(lambda: run.client().add("beat/0/0", 0) >= beats + 12)
+        assert store.next_of(following) is None
+        for mesh in meshes:
+            store.publish_endpoint(following, mesh.rank, mesh.endpoint)
+        here.wait_until(lambda: here.generation == following)

@@ -454,3 +454,26 @@ def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(
     assert summary is not None
     assert (summary.status, summary.steps) == ("finished", 100)
     assert sent[:2] == [(pids[1], signal.SIGSTOP), (pids[1], signal.SIGCONT)]
+
+
+def average_local_models(rank: int, world_size: int) -> dict[str, list[float]]:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options = {"start_step": 1, "period": 8}
+    attached = attach("post-localsgd", options, model, optimizer, world_size)
+    with attached.session:
+        for step in range(4):
+            x = torch.full((2, 4), 1.0 + rank + step)
+            attached.backward(attached.module(x).square().mean())
+            attached.optimizer.step()
+            attached.optimizer.zero_grad()
+        return {"own": flat_parameters(model), "mean": flat_parameters(attached.averaged_model())}
+
+
+def test_what_is_measured_of_torchs_local_steps_is_the_mean(run_ranks: RunRanks) -> None:
+    ranks = run_ranks(average_local_models, 2)
+    own = np.array([each["own"] for each in ranks])
+    assert not np.allclose(own[0], own[1])
+    for each in ranks:
+        np.testing.assert_allclose(each["mean"], own.mean(axis=0), rtol=1e-5)

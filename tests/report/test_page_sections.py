@@ -11,6 +11,7 @@ from offbeat_lab.breakdown import Steps, lateness
 from offbeat_lab.comparison import Difference
 from offbeat_lab.figures import Better
 from offbeat_lab.report.data import Curve, PageContent, RunResults, StrategyResults
+from offbeat_lab.report.page import render
 from offbeat_lab.report.page_sections import (
     Row,
     difference_rows,
@@ -20,6 +21,7 @@ from offbeat_lab.report.page_sections import (
     step_bars,
     traffic_bars,
 )
+from offbeat_lab.report.page_summary import key_numbers
 from offbeat_lab.statistics import Estimate
 
 NOTHING = np.empty(0)
@@ -205,3 +207,16 @@ def test_who_comes_together_is_not_called_late() -> None:
 @pytest.mark.parametrize("ready", [np.zeros((1, 5)), np.full((3, 5), np.nan), np.empty((3, 0))])
 def test_no_lateness_without_an_exchange(ready: np.ndarray) -> None:
     assert lateness([run_with(ready).steps]) is None
+
+
+def test_the_open_table_and_the_numbers_say_which_runs_missed_the_target() -> None:
+    some = Estimate(values=[None, 1.0, 1.1], median=1.05, low=1.0, high=1.1)
+    all_runs = Estimate(values=[2.0, 2.0, 2.1], median=2.0, low=2.0, high=2.1)
+    two = [
+        strategy(label, 1.0, measures={"time_to_target_s": found})
+        for label, found in (("a", some), ("b", all_runs))
+    ]
+    content = replace(report(two, []), winner="b")
+    assert key_numbers(content)[0].beside == "b; a 1.05 s in 2 of 3 runs"
+    table = render(content).partition('<table class="main">')[2].partition("</table>")[0]
+    assert "in 2 of 3 runs" in table

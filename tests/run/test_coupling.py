@@ -188,15 +188,19 @@ def test_what_belongs_to_a_step_that_a_scaler_leaves_out_is_in_none_of_the_recor
     assert [event.batch_size for event in events] == [4, 4]
 
 
-def test_a_process_that_loads_data_runs_its_own_function_and_does_not_count(
-    stack: ExitStack,
+@pytest.mark.parametrize(
+    "module",
+    ["torch.utils.data.loading", "torch.distributed.checkpoint._async_process_executor"],
+)
+def test_a_process_of_pytorchs_own_runs_its_own_function_and_does_not_count(
+    stack: ExitStack, module: str
 ) -> None:
     script = Script(offbeat.AllReduce(), stack)
 
-    def load() -> None: ...
+    def helps() -> None: ...
 
-    load.__module__ = "torch.utils.data.loading"
-    assert script.sessions.process_made(load) is load
+    helps.__module__ = module
+    assert script.sessions.process_made(helps) is helps
     assert script.sessions.num_processes == 0
     assert script.sessions.process_made(step) is not step
     assert script.sessions.num_processes == 1
@@ -994,3 +998,31 @@ def test_a_script_that_clips_in_two_halves_is_followed_too(stack: ExitStack) -> 
         optimizer.step()
         optimizer.zero_grad()
     assert script.session.gauges()["residual_norm"] < 1.1
+
+
+def test_a_session_hears_of_a_script_that_clips_by_value(stack: ExitStack) -> None:
+    """`Auto` may go over to a strategy that is refused there."""
+    script = Script(offbeat.Auto(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp(X).sum().backward()
+    nn.utils.clip_grad_value_(ddp.parameters(), 0.5)
+    optimizer.step()
+    assert script.session.clips_by_value
+
+
+def test_a_norm_that_is_measured_by_clipping_to_infinity_is_no_change(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=0.1, collective="tree", warmup=None), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    norms = clipped_steps(ddp, optimizer, sizes=[9.0] * 3, max_norm=float("inf"))
+    assert all(norm > 0 for norm in norms)
+    assert any("Adam's own scaling and momentum rest" in each for each in script.session.notices)
+
+
+def test_with_dear_a_norm_may_be_measured_by_clipping_to_infinity(stack: ExitStack) -> None:
+    script = Script(offbeat.DeAR(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    clipped_steps(ddp, optimizer, sizes=[1.0] * 2, max_norm=float("inf"))
+    assert script.session.stats.steps == 2

@@ -216,3 +216,30 @@ def test_own_steps_that_are_lost_by_what_a_script_writes_over_the_mean_are_said(
 
     results_of(2, job)
     assert caplog.text.count("own steps since the last average are gone") == 2  # once on each rank
+
+
+def test_where_ranks_come_together_no_mean_is_made_for_evaluations_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each costs the bytes of an average: nine more in a period of 500 steps."""
+    plain, asked = offbeat.Session.averaged_tensors, list[int]()
+
+    def counted(session: offbeat.Session) -> dict[str, torch.Tensor]:
+        asked.append(session.steps_done)
+        return plain(session)
+
+    monkeypatch.setattr(offbeat.Session, "averaged_tensors", counted)
+
+    def job(driver: ThreadDriver) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        strategy = offbeat.LocalSGD(period=60, warmup=0)
+        with session_on(driver, model, optimizer, strategy) as session:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            for step in range(110):
+                step_of(model, optimizer, driver.rank, step)
+            evaluation.close()
+
+    results_of(2, job)
+    assert 50 in asked
+    assert max(asked) < 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torch import nn
 import offbeat
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run import recording, step_recorder
+from offbeat.run.children import CHILD_VARIABLE
 from offbeat.run.coordination import Coordinator
 from offbeat.run.local_worker import description_of_end
 from offbeat.run.plan import script_command, script_config
@@ -25,7 +27,7 @@ from offbeat.run.recording import OpenRecord, ScriptRecorder, higher_is_better
 from offbeat.run.records import RunDirectory, begin_attempt, create, events_path
 from offbeat.run.run_summary import digest
 from offbeat.run.step_recorder import phases
-from offbeat.run.worker import carry_out
+from offbeat.run.worker import carry_out, run_launched
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat_lab.records import Record
@@ -427,3 +429,53 @@ def test_without_a_record_logging_does_nothing_but_check() -> None:
 )
 def test_a_name_says_whether_more_is_better(name: str, higher: bool) -> None:
     assert higher_is_better(name) is higher
+
+
+def test_a_rank_ends_well_though_another_one_takes_longer_than_the_store_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As rank 0 that evaluates by itself, where no supervisor serves the store."""
+    path, store = recorded_run(tmp_path), dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(store, 1, 2))
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        model(torch.ones(5, 2)).sum().backward()
+        optimizer.step()
+    recorder.end()
+    assert "the record is not complete" in caplog.text
+    assert [event.step for event in Record(path).events(1)] == [1]
+
+
+ONE_STEP = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(5, 2)).sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_each_attempt_of_torchrun_has_a_record_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), (CHILD_VARIABLE, "")):
+        monkeypatch.setenv(name, value)
+    script = tmp_path / "script.py"
+    script.write_text(ONE_STEP)
+    config = script_config(script_command([str(script)]), "allreduce", workers=1)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert run_launched(config, tmp_path / "mine", rank=0) == 0
+    for name in ("mine", "mine-1"):
+        summary = Record(tmp_path / name).summary()
+        assert summary is not None
+        assert summary.steps == 1

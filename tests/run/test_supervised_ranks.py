@@ -26,7 +26,12 @@ from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.emulated_workers import forking
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
-from rank_jobs.script import name_of_ddps_reducer, step_around_the_wrapper, step_by_hand
+from rank_jobs.script import (
+    clips_by_name,
+    name_of_ddps_reducer,
+    step_around_the_wrapper,
+    step_by_hand,
+)
 from ranks_support.launch import RanksError, RunRanks
 from transport_support.ports import free_ports
 
@@ -528,3 +533,112 @@ finally:
     assert (
         len(list(tmp_path.glob("ListeningReducer-*"))) == len(list(tmp_path.glob("Reducer-*"))) == 2
     )
+
+
+def test_what_a_script_has_imported_by_name_is_changed_in_ranks_that_it_starts_itself(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    """A fresh interpreter imports the script first."""
+    said = run_ranks(call_as_child, 1, **as_child_of(tmp_path, clips_by_name, "gtopk"))
+    assert said == ["True"]
+
+
+def test_a_run_ends_with_its_workers_and_not_with_what_they_have_started(run: RunScript) -> None:
+    """As environments of reinforcement learning, which wait for work that never comes."""
+    outcome = run(
+        """
+if rank == 1:
+    helper = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    helper.start()
+    with open(f"{sys.argv[1]}/helper", "w") as file:
+        file.write(str(helper.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+step()
+""",
+        str(run.directory),
+        strategy="gtopk:density=0.5:collective=tree",
+        before="import multiprocessing\n",
+    )
+    os.kill(int((run.directory / "helper").read_text()), signal.SIGKILL)
+    assert outcome.problem is not None
+    assert "killed by SIGKILL" in outcome.problem
+
+
+FORKS_A_RANK = """
+import multiprocessing
+
+def be_a_rank():
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    except offbeat.OffbeatError as error:
+        with open(f"{sys.argv[1]}/said", "w") as file:
+            file.write(str(error))
+
+forked = multiprocessing.get_context("fork").Process(target=be_a_rank)
+forked.start()
+forked.join()
+"""
+
+
+def test_ranks_that_a_script_forks_are_refused_at_once(run: RunScript) -> None:
+    outcome = run(
+        "step()", str(run.directory), strategy="allreduce", workers=1, before=FORKS_A_RANK
+    )
+    assert outcome.status == 0
+    assert "set_start_method('spawn')" in (run.directory / "said").read_text()
+
+
+def test_ctrl_c_reaches_what_the_script_has_started_as_from_a_terminal(run: RunScript) -> None:
+    has_sent = []
+
+    def interrupt(progress: WorkerProgress) -> None:
+        if not has_sent:
+            has_sent.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run(
+        """
+def other():
+    try:
+        open(f"{sys.argv[1]}/ready", "w").close()
+        signal.pause()
+    except KeyboardInterrupt:
+        open(f"{sys.argv[1]}/saved", "w").close()
+
+
+started = multiprocessing.get_context("fork").Process(target=other)
+started.start()
+while not os.path.exists(f"{sys.argv[1]}/ready"):
+    pass
+try:
+    while True:
+        step()
+finally:
+    started.join()
+""",
+        str(run.directory),
+        strategy="allreduce",
+        workers=1,
+        before="import multiprocessing\n",
+        hear=interrupt,
+    )
+    assert (run.directory / "saved").exists()
+
+
+def test_a_compared_script_that_outlasts_its_emulated_step_is_said_to(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + "\nwhile True:\n    step()\n")
+    request = CompareRequest(
+        task="train",
+        strategies=["ddp", "allreduce"],
+        cluster=Cluster(workers=2, step_s=1e-6),
+        emulation="none",
+        seeds=[0],
+        steps=8,
+        script=script_command([str(script)]),
+    )
+    planned = plan_comparison(request, out=tmp_path / "out")
+    with comparison_display(quiet=True) as listener:
+        _, comparison = run_comparison(planned, listener, command="offbeat compare")
+    for strategy in comparison.strategies:
+        assert any("longer than the emulated step" in said for said in strategy.notices)

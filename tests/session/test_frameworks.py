@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.integrations.framework import as_strategy
+from offbeat.integrations.framework import FrameworkSession, as_strategy
 from offbeat.integrations.state_files import load_state, save_state
 from offbeat.run.recipes import refuse_clipping_by_value
 from offbeat.strategies.base import Strategy
@@ -322,3 +322,17 @@ def test_a_framework_takes_a_name_with_options_and_tells_a_strategy_its_norm() -
     assert as_strategy(told, clip_norm=2.0) is told
     with pytest.raises(ConfigError, match="did you mean 'density'"):
         as_strategy("gtopk:densty=0.01")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_rank_that_runs_out_of_batches_inside_a_join_says_so() -> None:
+    model = make_model()
+    ddp, optimizer = DistributedDataParallel(model), sgd(model)
+    running = FrameworkSession(
+        offbeat.attach(model, optimizer, offbeat.AllReduce()), model, optimizer
+    )
+    with running:
+        running.silence(ddp)
+        with pytest.raises(UnsupportedError, match="runs out of batches before its peers"):
+            ddp.join_hook().main_hook()
+    assert "join_hook" not in vars(ddp)

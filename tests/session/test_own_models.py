@@ -122,3 +122,17 @@ def test_a_compiled_step_does_not_compile_the_parts() -> None:
         model(torch.ones(3, 2)).sum().backward()
         step()
     assert strategy.heard == [False, False]
+
+
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_those_of_rank_0() -> None:
+    """Such as Prodigy's estimate of how far it is to go."""
+
+    def job(driver: ThreadDriver) -> list[Any]:
+        layer = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        (group,) = optimizer.param_groups
+        group["d"] = 1.0 + driver.rank
+        adopt_state_of_rank_0(driver, Stream(7), optimizer, dict(layer.named_parameters()))
+        return [group["d"], group["lr"], group["nesterov"]]
+
+    assert results_of(2, job) == [[1.0, 0.1, False]] * 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 
 import offbeat
 from conformance_support.lent import lent
+from offbeat import host
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, NonFiniteError
 from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
@@ -659,8 +661,8 @@ def test_memory_that_the_system_would_make_free_is_free(
     """A host that has read a data set once has filled nearly all of it with that."""
     memory = tmp_path / "meminfo"
     memory.write_text("MemFree:  1024 kB\nMemAvailable:  20480 kB\nBuffers:  1 kB\n")
-    monkeypatch.setattr(auto, "MEMINFO", memory)
-    assert auto.free_bytes(torch.device("cpu")) == 20480 * 1024
+    monkeypatch.setattr(host, "MEMINFO", memory)
+    assert host.free_bytes(torch.device("cpu")) == 20480 * 1024
 
 
 @pytest.mark.parametrize(
@@ -688,9 +690,9 @@ def test_memory_beyond_the_limit_of_a_container_or_a_job_is_not_free(
         (tmp_path / limited / name).write_text(f"{value}\n")
     (tmp_path / limited / "memory.stat").write_text(f"anon 2000\n{names[2]} 1000\n")
     (tmp_path / "membership").write_text(f"{membership}\n")
-    monkeypatch.setattr(auto, "CGROUPS", tmp_path)
-    monkeypatch.setattr(auto, "CGROUPS_OF_PROCESS", tmp_path / "membership")
-    assert auto.free_bytes(torch.device("cpu")) == 5000 - 3000 + 1000
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "CGROUPS_OF_PROCESS", tmp_path / "membership")
+    assert host.free_bytes(torch.device("cpu")) == 5000 - 3000 + 1000
 
 
 def test_memory_that_pytorch_keeps_for_tensors_to_come_is_free(
@@ -702,7 +704,7 @@ def test_memory_that_pytorch_keeps_for_tensors_to_come_is_free(
         ("memory_allocated", 300),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
-    assert auto.free_bytes(torch.device("cuda")) == 1000 + 700 - 300
+    assert host.free_bytes(torch.device("cuda")) == 1000 + 700 - 300
 
 
 @pytest.mark.parametrize(
@@ -739,9 +741,9 @@ def test_a_container_has_the_time_of_so_many_cores_which_its_ranks_share(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     (tmp_path / "membership").write_text(f"{membership}\n")
-    monkeypatch.setattr(auto, "CGROUPS", tmp_path)
-    monkeypatch.setattr(auto, "CGROUPS_OF_PROCESS", tmp_path / "membership")
-    limits, cores = auto.processor_limits(), [*range(8)]
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "CGROUPS_OF_PROCESS", tmp_path / "membership")
+    limits, cores = host.processor_limits(), [*range(8)]
     contained = {"host": "one", "cores": cores, "processors": limits}
     other = {"host": "one", "cores": cores, "processors": {"other": 6.0}}
     is_limited = "-1" not in files.values()
@@ -869,3 +871,107 @@ def test_another_strategy_takes_over_while_a_parameter_is_frozen(name: str) -> N
             assert not torch.equal(weight, frozen)
 
     results_of(2, job)
+
+
+def test_where_a_loop_clips_by_value_nothing_selects_entries_before_that() -> None:
+    context = Context(
+        parameters=dict(make_model().named_parameters()),
+        driver=SingleRank(),
+        new_stream=stream_counter(),
+        notices=Notices(0),
+        clips_by_value=lambda: True,
+    )
+    assert offbeat.Auto().candidates(context).keys() == CANDIDATES.keys() - {"gtopk"}
+
+
+def test_all_ranks_average_the_same_buffers_after_a_change() -> None:
+    """One of which a bad sample has spoilt on one rank."""
+
+    def job(driver: ThreadDriver) -> None:
+        model = make_model()
+        model.register_buffer("seen", torch.ones(3, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = lambda: constant_step(model, optimizer, driver.rank)  # noqa: E731
+        with session_on(driver, model, optimizer, Changing()) as session:
+            step()
+            if driver.rank == 1:
+                model.get_buffer("seen").fill_(float("nan"))
+            take_over(session, TAKES_OVER["localsgd"], step)
+            for _ in range(4):
+                step()
+
+    with pytest.raises(NonFiniteError, match="weights of rank 1"):
+        results_of(2, job)
+
+
+def test_models_are_not_averaged_where_another_optimizer_steps_a_part_of_them() -> None:
+    """Its state, and its step just after a change back, would be each rank's own."""
+    parameters = dict(make_model().named_parameters())
+    context = Context(
+        parameters=parameters,
+        driver=SingleRank(),
+        new_stream=stream_counter(),
+        notices=Notices(0),
+        optimizer=torch.optim.SGD([*parameters.values()][:2], lr=0.1),
+    )
+    found = offbeat.Auto().candidates(context)
+    assert found.keys() == {"allreduce", "gtopk", "powersgd"}
+
+
+def test_batches_by_speed_leave_no_rank_a_single_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With which BatchNorm1d cannot train."""
+    predict_by(monkeypatch, slowest_s)
+    unlike_speeds(monkeypatch)
+    samples = torch.arange(320, dtype=torch.float64).view(80, 4) / 320
+
+    def job(driver: ThreadDriver) -> set[int]:
+        layers = [torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)]
+        model = torch.nn.Sequential(*layers).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sizes = set()
+        with session_on(driver, model, optimizer, offbeat.Auto()) as session:
+            loader = session.loader(samples, batch_size=2)
+            for _ in range(2):
+                for x in loader:
+                    sizes.add(len(x))
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return sizes
+
+    assert results_of(2, job) == [{2}, {2}]
+
+
+def test_batches_are_divided_anew_when_a_slow_rank_has_become_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step takes as long as before, since the other rank has its samples."""
+    monkeypatch.setattr(choice, "BETWEEN_CHANGES", 0)
+    monkeypatch.setattr(choice, "EVERY", FIRST_LOOK)
+    predict_by(monkeypatch, slowest_s)
+    calls = count()
+
+    def seen(at_work: str, whole_s: Any, computed_s: Any) -> choice.SeenSteps:
+        # Two ranks look early, then first, then again.
+        step_s, each_s = (1.0, [0.2, 0.6]) if next(calls) < 4 else (0.3, [0.3, 0.1])
+        return choice.SeenSteps(
+            at_work=at_work, step_s=step_s, computed_s=np.tile(each_s, (LEAST_SEEN, 1))
+        )
+
+    monkeypatch.setattr(choice.SeenSteps, "of", seen)
+
+    def job(driver: ThreadDriver) -> list[int]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sizes = []
+        with session_on(driver, model, optimizer, offbeat.Auto()) as session:
+            for x in session.loader(torch.zeros(400, 4).double(), batch_size=4):
+                sizes.append(len(x))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return sizes
+
+    for rank, sizes in enumerate(results_of(2, job)):
+        assert sizes[FIRST_LOOK] == (6, 2)[rank]
+        assert sizes[-1] == 4

@@ -472,3 +472,28 @@ def test_files_for_many_ranks_are_allowed_before_their_first_connection(
     finally:
         dist.destroy_process_group()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def secrets_of_sessions(rank: int, world_size: int) -> list[str]:
+    """What the connections of two sessions are protected by."""
+    used: list[str] = []
+
+    class Noting(connecting.Peers):
+        def __init__(self, *args: Any, secret: bytes, **options: Any) -> None:
+            used.append(secret.hex())
+            super().__init__(*args, secret=secret, **options)
+
+    connecting.Peers = Noting  # type: ignore[misc]
+    for _ in range(2):
+        connect().driver.close()
+    return used
+
+
+@pytest.mark.ranks
+def test_a_session_has_keys_of_its_own(
+    run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, RUN_SECRET)
+    first, second = run_ranks(secrets_of_sessions, 2)
+    assert first == second
+    assert len({RUN_SECRET.encode().hex(), *first}) == 3

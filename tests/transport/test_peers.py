@@ -16,7 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.averaging.periodic import EncodedChanges, Everyone, coded_changes
+from offbeat.codec.topk_codec import AllChanges
 from offbeat.errors import ConfigError, MismatchError, PeerError, PeerTimeoutError, UnsupportedError
+from offbeat.transport.driver import Stream
 from offbeat.transport.mesh import FINISHED
 from offbeat.transport.operations import AllReduceTensor, Now, Payload, Recv, Send, Sleep
 from offbeat.transport.peers import PeerLimits, Peers
@@ -368,3 +371,24 @@ def test_connections_to_many_peers_do_not_end_at_the_usual_limit_of_files() -> N
             peers.connect(["tcp://127.0.0.1:9"] * 200)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def changes_of_two_types(peers: Peers) -> EncodedChanges:
+    parameters = {
+        "weight": torch.nn.Parameter(torch.zeros(4)),
+        "scale": torch.nn.Parameter(torch.zeros((), dtype=torch.float64)),
+    }
+    changes = coded_changes(parameters, AllChanges("float32"), Everyone(peers, Stream(1)))
+    assert changes is not None
+    return changes
+
+
+def test_changes_of_parameters_of_two_types_travel_at_once(open_mesh: OpenMesh) -> None:
+    first, second = open_mesh(2)
+    both = [changes_of_two_types(peers) for peers in (first, second)]
+    both[0].launch([torch.full((4,), 2.0), torch.tensor(2.0).double()])
+    give(first, 1, b"all is sent", 2 << 32)
+    assert take(second, 0, 2 << 32) == b"all is sent"  # so what came before it is here, too
+    both[1].launch([torch.full((4,), 4.0), torch.tensor(4.0).double()])
+    for changes in both:
+        assert [mean.reshape(-1)[0].item() for mean in changes.mean()] == [3.0, 3.0]

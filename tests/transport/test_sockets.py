@@ -31,6 +31,7 @@ from offbeat.transport.network import store_sockets
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
 from offbeat.transport.rendezvous import Presence, refused
+from offbeat.transport.routed import C10d
 from offbeat.transport.sockets import (
     SocketAddresses,
     closed_in_children,
@@ -400,3 +401,23 @@ def test_there_is_no_second_handle_of_what_is_another_connection_or_none(
     with open(os.devnull) as file:
         assert second_handle(file.fileno(), peer.getsockname()) is None
     assert second_handle(1 << 20, peer.getsockname()) is None
+
+
+class Alone:
+    """A backend of gloo with nobody in it."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_dense_connections_are_kept_while_nothing_is_sent(pair: Pair) -> None:
+    listener, client, server = pair
+    driver = C10d(Alone(), sockets=SocketAddresses(remote=frozenset([listener.getsockname()])))
+    try:
+        kept = [end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for end in (client, server)]
+        assert [bool(each) for each in kept] == [True, False]
+    finally:
+        driver.close()

@@ -238,13 +238,15 @@ class LedIsland(Callback):
         self._publish()
         missing: frozenset[int] = frozenset()
         mine = replace(weights, chosen=self._weights.chosen)
-        shards = self._shards
+        self._island.collect(self._of_shards(_all_of))  # the loop may have written into it since
         if self._island.rank == 0:
-            # Mirrors are filled anew at the end of the next step.
-            missing = self._inner.average_into(_joined([mine, *shards.values()]))
+            means = {number: _copied(shard) for number, shard in self._shards.items()}
+            missing = self._inner.average_into(_joined([mine, *means.values()]))
         else:
-            shards = {self._island.rank: mine}
-        self._island.spread({n: [*_tensors(shard).values()] for n, shard in shards.items()})
+            means = {self._island.rank: mine}
+        self._island.spread({number: _all_of(shard) for number, shard in means.items()})
+        # Where a peer came for an average, the first shard holds that now, and so must the others.
+        self._island.spread(self._of_shards(_all_of))
         return frozenset(self._island.first(sorted(missing)))
 
     @override
@@ -386,6 +388,14 @@ class LedIsland(Callback):
                     parameter.grad = None
                 elif parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+def _copied(weights: ModelWeights) -> ModelWeights:
+    """The same, in memory of its own."""
+    made = {name: tensor.detach().clone() for name, tensor in _tensors(weights).items()}
+    buffers = {name: tensor for name, tensor in made.items() if name not in weights.parameters}
+    parameters = {name: made[name] for name in weights.parameters}
+    return replace(weights, parameters=parameters, buffers=lambda: buffers)
 
 
 def _all_of(weights: ModelWeights) -> list[torch.Tensor]:

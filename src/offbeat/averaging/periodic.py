@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -176,7 +176,11 @@ class EncodedChanges:
                 wide[name] if parameters[name].is_complex() else parameters[name]
                 for name in bucket.names
             ]
-        self.reductions = [reduce_by(bucket, peers) for bucket in self._buckets]
+        # They are under way at once.
+        self.reductions = [
+            reduce_by(bucket, replace(peers, stream=peers.stream.beside(place)))
+            for place, bucket in enumerate(self._buckets)
+        ]
         self._places = {
             index: (bucket, position)
             for bucket in self._buckets
@@ -503,6 +507,7 @@ class MeanSquares:
         world_size: int,
     ) -> None:
         self._optimizer, self._world_size = optimizer, world_size
+        self._parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._last: dict[str, tuple[float, torch.Tensor]] | None = None
 
@@ -544,8 +549,12 @@ class MeanSquares:
         self._last = None
         if state.get("has_squares"):
             self._last = {
-                name: (float(state[f"step_of_square/{name}"]), state[f"square/{name}"].clone())
-                for name in self._names.values()
+                name: (
+                    float(state[f"step_of_square/{name}"]),
+                    # What was read of a file is on the host.
+                    state[f"square/{name}"].to(parameter.device, copy=True),
+                )
+                for name, parameter in self._parameters.items()
                 if f"square/{name}" in state
             }
 
@@ -793,6 +802,10 @@ class PeriodicAverage(Callback):
 
     @override
     def on_finish(self) -> None:
+        if self._launched_for is not None and self._launched_for > self._num_steps:
+            # It left as a backward pass began that no step has followed. Peers may have had none.
+            self._launched_for = None
+            self.exchange.close()
         self._merge()
 
     def _merge(self) -> None:

@@ -247,7 +247,8 @@ class StreamingMean(WeightExchange):
             if arrived and arrived == {f"arrived/{name}" for name in fragment.parameters}:
                 self._under_way = place
                 for name, parameter in fragment.parameters.items():
-                    mean = replicated[f"arrived/{name}"].clone()
+                    # What was read of a file is on the host.
+                    mean = replicated[f"arrived/{name}"].to(parameter.device, copy=True)
                     begun = local.get(f"begun/{name}", parameter)  # a rank that was not there
                     if is_another_world:
                         begun = fragment.rule.anchor[name] + mean

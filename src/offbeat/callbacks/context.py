@@ -19,6 +19,7 @@ from offbeat.errors import OffbeatWarning
 from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.membership.island import Island
 from offbeat.transport.driver import Driver, Stream
+from offbeat.weights.model_weights import BufferNames
 
 MAX_NOTICES: Final = 100
 
@@ -111,8 +112,12 @@ class Context:
         driver: carries collectives out.
         grad_scale: by what factor gradients are scaled at the moment (AMP); 1.0 without a scaler.
         has_scaler: whether a GradScaler decides which steps are skipped.
+        clips_by_value: whether the loop clips gradients by value, which is too late where entries
+            were selected before.
         buffers: the model's persistent buffers by name, at the moment of the call: modules may
             replace them.
+        chosen_buffers: which of them are averaged, as chosen while all ranks held the same; None:
+            they hold the same now.
         optimizer: the user's, for its state; None where nobody needs it.
         model: the root module, for callbacks that look into layers; None where nobody needs it.
         new_stream: a fresh stream of channels; callbacks take theirs while they are built, in the
@@ -151,7 +156,9 @@ class Context:
     notices: Notices
     grad_scale: Callable[[], float] = UNSCALED
     has_scaler: bool = False
+    clips_by_value: Callable[[], bool] = bool
     buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
+    chosen_buffers: BufferNames | None = None
     optimizer: torch.optim.Optimizer | None = None
     model: torch.nn.Module | None = None
     enter: Callable[[GenerationHost], Generations | None] = lambda host: None

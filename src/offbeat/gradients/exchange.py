@@ -26,6 +26,7 @@ Rules that keep ranks in step:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -741,7 +742,7 @@ class GradientExchange(Callback):
     @override
     def clip_as_loop_does(self, max_norm: float) -> float | None:
         clipping = self._clipping
-        if clipping is None:
+        if clipping is None or max_norm == math.inf:  # then the norm alone is asked for
             return None if self._gives_whole else self._clip_mean(max_norm)
         is_clipped = clipping.clip_norm is not None
         if not is_clipped:

@@ -181,7 +181,9 @@ def attach(
     Raises:
         ConfigError, UnsupportedError: this cannot work; see `offbeat.attach`.
     """
-    inner, strategy = accelerator.unwrap_model(model), as_strategy(strategy)
+    # Accelerate would else take DDP out of a compiled model's modules, and not of what it calls.
+    inner = accelerator.unwrap_model(model, keep_torch_compile=False)
+    strategy = as_strategy(strategy)
     session = offbeat.attach(
         inner,
         optimizer,

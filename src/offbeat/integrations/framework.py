@@ -20,7 +20,9 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
+from torch.distributed.algorithms import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
@@ -32,6 +34,20 @@ from offbeat.strategies.base import Strategy
 from offbeat.strategies.registry import REGISTRY
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from offbeat.torch_private import active_ddp_module
+
+
+class _RefusedJoin(JoinHook):
+    """In the place of that of a DDP model which exchanges nothing: it would wait for its peers'
+    next forward pass, and they wait for this rank in the session's exchange.
+    """
+
+    @override
+    def main_hook(self) -> None:
+        raise UnsupportedError(
+            "this rank runs out of batches before its peers, and join_uneven_inputs and"
+            " Join([model]) count on DistributedDataParallel's own exchange, whose place a session"
+            " takes; give every rank equally many batches, as even_batches=True does"
+        )
 
 
 class FrameworkSession:
@@ -99,6 +115,7 @@ class FrameworkSession:
         self._quiet = ddp
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
         ddp.no_sync = self._no_sync  # type: ignore[method-assign]
+        ddp.join_hook = lambda **_: _RefusedJoin()  # type: ignore[method-assign]
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -118,7 +135,7 @@ class FrameworkSession:
             self._evaluation.close()
         if (ddp := self._quiet) is not None:
             ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-            del ddp.no_sync
+            del ddp.no_sync, ddp.join_hook
             self._quiet = None
         if error is None:
             self.session.close()

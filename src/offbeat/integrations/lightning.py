@@ -131,6 +131,7 @@ class _FitStrategy(ParallelStrategy):
         session = offbeat.attach(
             module, optimizer, strategy, mesh=mesh, scaler=scaler, recorder=self._recorder
         )
+        session.clips_by_value = bool(trainer.gradient_clip_val) and not by_norm
         self._running = FrameworkSession(session, module, optimizer)
         self._last_state = None
 
@@ -138,7 +139,16 @@ class _FitStrategy(ParallelStrategy):
             if clip_val > 0:
                 session.clip_grad_norm_(clip_val)
 
+        by_value = self.precision_plugin.clip_grad_by_value
+
+        def clip_by_value(stepped: torch.optim.Optimizer, clip_val: float) -> None:
+            """Modules may ask for it by themselves, and in manual optimization only they do."""
+            session.clips_by_value = True
+            refuse_clipping_by_value(session.acting)
+            by_value(stepped, clip_val)
+
         self.precision_plugin.clip_grad_by_norm = clip
+        self.precision_plugin.clip_grad_by_value = clip_by_value
 
     def _attached(self) -> tuple[torch.nn.Module, DeviceMesh | None]:
         """What the session is attached to, and the mesh that crosses islands."""
@@ -192,7 +202,7 @@ class _FitStrategy(ParallelStrategy):
         running, self._running = self._running, None
         if running is None:
             return
-        del self.precision_plugin.clip_grad_by_norm
+        del self.precision_plugin.clip_grad_by_norm, self.precision_plugin.clip_grad_by_value
         if error is None:
             self._last_state = running.session.state_dict()
         running.close(error)
@@ -442,7 +452,10 @@ class OffbeatFabricStrategy(FabricDDPStrategy):
     def clip_gradients_value(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_val: float
     ) -> None:
-        refuse_clipping_by_value(self._strategy)
+        running = self._of(module)
+        if running is not None:
+            running.session.clips_by_value = True
+        refuse_clipping_by_value(self._strategy if running is None else running.session.acting)
         super().clip_gradients_value(module, optimizer, clip_val)
 
     @override

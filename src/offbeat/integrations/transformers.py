@@ -12,6 +12,7 @@ before. With `fsdp` give `TrainingArguments` an `IslandsConfig`, as in `integrat
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,10 +111,13 @@ class OffbeatCallback(TrainerCallback):
     @override
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self._clips()  # some clip the mean, which is there by now
+        if self._running is not None:
+            args.max_grad_norm = self._max_grad_norm  # a checkpoint may save the arguments next
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        if self._running is not None:
+        # Of a search nobody says in which directory a trial is, and none is resumed.
+        if self._running is not None and not state.is_hyper_param_search:
             directory = _directory(args, state) / STATE_DIRECTORY
             save_state(directory, self._running.state_to_save(), tag=str(state.global_step))
 
@@ -123,10 +127,11 @@ class OffbeatCallback(TrainerCallback):
 
     def _clips(self) -> bool:
         """Clip as the strategy does it; False: that is left to the Trainer."""
-        running, norm = self._running, self._max_grad_norm
-        if running is None or not norm:
+        if self._running is None:
             return False
-        return running.session.clip_as_loop_does(norm) is not None
+        # Without a limit the Trainer clips to infinity, for the norm: that it writes is no change.
+        norm = self._max_grad_norm or math.inf
+        return self._running.session.clip_as_loop_does(norm) is not None
 
     def _end(self, error: BaseException | None) -> None:
         running, self._running = self._running, None

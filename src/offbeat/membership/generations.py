@@ -16,7 +16,8 @@ The time from a death to the next generation is `PeerLimits.grace_s` and a few `
 `silence_s` where the members that are left are not more than half, or had no connection to the dead
 one yet. Training does not wait for it, because the protocols of the old generation already leave
 the dead out. When the store does not answer, the generation stays as it is. A member that dies
-while a generation assembles delays it by `silence_s`.
+while a generation assembles delays it by `silence_s`, one that is stopped by as long as its
+connections live.
 """
 
 from __future__ import annotations
@@ -365,9 +366,10 @@ class Generations:
         they may still come.
         """
         silent = self._silent_positions(generation)
-        # Only the heartbeats in the store count here: a member that has already left an older mesh
-        # for a newer one looks dead on the older mesh.
-        departed = self._membership.unpublished(generation, silent)
+        # Neither counts alone: a member that has already left an older mesh for a newer one looks
+        # dead on the older mesh, and one that is stopped for a while, or whose interpreter is busy,
+        # has no heartbeat.
+        departed = self._membership.unpublished(generation, silent - self._reached(generation))
         if not departed:
             return None
         return self._propose(
@@ -375,6 +377,15 @@ class Generations:
                 generation, me=me, unreachable=departed, silent=silent, requests=(), begun=False
             )
         )
+
+    def _reached(self, generation: Generation) -> frozenset[int]:
+        """The positions in `generation` of members that the mesh at work reaches."""
+        current, mesh = self._current, self._mesh
+        if current is None or mesh is None:
+            return frozenset()
+        gone = self._host.unreachable() | mesh.unreached()
+        reached = {each for place, each in enumerate(current.members) if place not in gone}
+        return frozenset(place for place, each in enumerate(generation.members) if each in reached)
 
     def _propose(self, proposal: Generation | None) -> Generation | None:
         # At the end of a run its members leave one by one, and none of them has to be replaced.
@@ -394,11 +405,10 @@ class Generations:
             pause_s = max(pause_s, READ_S * generation.size)
         if now_s >= self._last_reading_s + pause_s:
             self._last_reading_s = now_s
-            # Before the first generation the founders start at different times, so that a missing
-            # heartbeat is tolerated for as long as a connection may take.
-            limit_s = (
-                self._silence_s if self._current or self._is_new else self._limits.connect_timeout_s
-            )
+            # Before the first generation the founders start at different times, and one that joins
+            # has no connection that tells who lives, so that a missing heartbeat is tolerated for
+            # as long as a connection may take.
+            limit_s = self._silence_s if self._current else self._limits.connect_timeout_s
             silences_s = self._membership.silent_s(generation)
             self._silent = {
                 member

@@ -14,8 +14,8 @@ from offbeat.run import patches
 CHILD_VARIABLE: Final = "OFFBEAT_SCRIPT_CONFIG"
 """Environment variable with the run's configuration, for processes that the script starts."""
 
-_patched_here: list[bool] = []
-"""Not empty in a process that was patched, and in those that are forked from it."""
+_patched_here: list[int] = []
+"""The number of the process that was patched, in it and in those that are forked from it."""
 
 
 class ChildFunction:
@@ -29,24 +29,30 @@ class ChildFunction:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         if not _patched_here:
-            _patched_here.append(True)
+            _patched_here.append(os.getpid())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = patches.functions_in_place()
         if _patched_here:
-            return self._function(*args, **kwargs)
+            # One that was forked has the sessions, the record and the connections of its parent.
+            with patches.no_group(None if _patched_here[0] == os.getpid() else patches.FORKED):
+                patches.renew_names(named)
+                return self._function(*args, **kwargs)
         # What is imported here takes a while, and processes that are forked need none of it.
         from offbeat.run.config import RunConfig
         from offbeat.run.coupling import ModelListener, ScriptSessions
         from offbeat.run.recipes import recipe_for
         from offbeat.run.worker import patched_for
 
-        _patched_here.append(True)
+        _patched_here.append(os.getpid())
         # The script says who its ranks are; the supervisor's store is for its own workers.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         config = RunConfig.from_json(os.environ[CHILD_VARIABLE])
         recipe = recipe_for(config.strategy, config.strategy_options)
         sessions = ScriptSessions(recipe, ModelListener())
-        with patched_for(recipe, sessions), patches.no_group_unless(config.workers == 1):
+        refusal = None if config.workers == 1 else patches.STARTED_TWICE
+        with patched_for(recipe, sessions), patches.no_group(refusal):
+            patches.renew_names(named)
             try:
                 result = self._function(*args, **kwargs)
             except BaseException as error:

@@ -324,8 +324,10 @@ class ScriptSessions(ScriptListener):
     @override
     def clips_by_value(self, parameters: Sequence[torch.Tensor]) -> None:
         for coupled in self._coupled:
-            if isinstance(coupled.session, Session) and coupled.has_any_of(parameters):
-                refuse_clipping_by_value(coupled.session.strategy)
+            session = coupled.session
+            if isinstance(session, Session) and coupled.has_any_of(parameters):
+                session.clips_by_value = True
+                refuse_clipping_by_value(session.acting)
 
     @override
     def exchange_prepared(self, reducer: object) -> None:
@@ -340,8 +342,9 @@ class ScriptSessions(ScriptListener):
 
     def process_made(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What a process that the script makes is to call in the place of `function`."""
-        if str(getattr(function, "__module__", "")).startswith("torch.utils.data"):
-            return function  # it loads data, and needs nothing of what takes a while to import
+        helpers = "torch.utils.data", "torch.distributed.checkpoint"
+        if str(getattr(function, "__module__", "")).startswith(helpers):
+            return function  # it loads data, or saves what it is sent in a group of its own
         self.num_processes += 1
         return ChildFunction(function)
 

@@ -78,6 +78,7 @@ class EvaluationWeights(SessionObserver):
         self._session = session
         self._model = model
         self._mean: dict[str, torch.Tensor] | None = None
+        self._comes_together = False  # by itself, so that no mean need be made for evaluations
         # This rank's own weights, and the mean that is in their place.
         self._own: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
         trained = [p for p in model.parameters() if p.requires_grad and local_of(p).numel()]
@@ -104,10 +105,12 @@ class EvaluationWeights(SessionObserver):
         self._left = self._sample()
         session = self._session
         if session.averages_alone or not session.acting.replicas_differ:
-            self._mean = None
+            self._mean, self._comes_together = None, False
         elif session.replicas_agree:
-            self._mean = self._copies()
-        elif not num_steps % MEAN_EVERY or (num_steps < MEAN_EVERY and num_steps.bit_count() == 1):
+            self._mean, self._comes_together = self._copies(), True
+        elif not self._comes_together and (
+            not num_steps % MEAN_EVERY or (num_steps < MEAN_EVERY and num_steps.bit_count() == 1)
+        ):
             self._mean = session.averaged_tensors()
 
     def mode_changed(self, *, training: bool) -> None:

@@ -168,6 +168,15 @@ class LocalWorker:
             )
         return [decode(line) for line in lines], bool(chunk)
 
+    def ask_to_stop(self, number: signal.Signals) -> None:
+        """Send it the signal `number`. Ctrl-C is for what it has started, too, as from a terminal:
+        those may be the ranks.
+        """
+        if number == signal.SIGINT and self.alive:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+
     def kill(self) -> None:
         if self.alive:
             # Its own session: whatever it started goes with it.

@@ -48,12 +48,14 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
 from __future__ import annotations
 
 import inspect
+import math
 import multiprocessing.process
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -260,18 +262,54 @@ def beside_the_group(rank: int, world_size: int) -> Iterator[None]:
         yield
 
 
+_TAKEN_BY_NAME: Final[Sequence[tuple[ModuleType, str]]] = (
+    (torch.nn.utils, "clip_grad_norm_"),
+    (torch.nn.utils, "clip_grads_with_norm_"),
+    (torch.nn.utils, "clip_grad_value_"),
+    (fsdp, "fully_shard"),
+    (dist, "destroy_process_group"),
+    (dist, "init_process_group"),
+)
+"""Functions that are changed, and that scripts import by name."""
+
+
+def functions_in_place() -> Mapping[int, tuple[ModuleType, str]]:
+    """Where the functions stand that may be changed, by the id of what stands there now."""
+    return {id(getattr(module, name)): (module, name) for module, name in _TAKEN_BY_NAME}
+
+
+def renew_names(before: Mapping[int, tuple[ModuleType, str]]) -> None:
+    """Let modules that have imported one of `functions_in_place` by name have what stands there
+    now: a fresh interpreter has imported the script before anything can be changed in it.
+    """
+    for owner, module in [*sys.modules.items()]:
+        if owner.partition(".")[0] in ("torch", "offbeat"):
+            continue
+        for key, value in [*getattr(module, "__dict__", {}).items()]:
+            if (place := before.get(id(value))) is not None:
+                setattr(module, key, getattr(*place))
+
+
+STARTED_TWICE: Final = (
+    "the script starts its ranks itself, in processes of its own, and so does offbeat run; add"
+    " --workers 1, and the script decides how many there are"
+)
+FORKED: Final = (
+    "the script forks its ranks, and they would share what this process has open, such as its"
+    " record; let it start fresh interpreters, by multiprocessing.set_start_method('spawn'), and"
+    " run it with --workers 1"
+)
+
+
 @contextmanager
-def no_group_unless(allowed: bool) -> Iterator[None]:
-    """`init_process_group` raises while the block runs, unless it is `allowed`."""
+def no_group(refusal: str | None) -> Iterator[None]:
+    """`init_process_group` raises while the block runs, unless `refusal` is None."""
 
     def init_process_group(*_: Any, **__: Any) -> None:
-        raise UnsupportedError(
-            "the script starts its ranks itself, in processes of its own, and so does offbeat run;"
-            " add --workers 1, and the script decides how many there are"
-        )
+        raise UnsupportedError(refusal or "")
 
     with ExitStack() as stack:
-        for module in () if allowed else (dist, distributed_c10d):
+        for module in () if refusal is None else (dist, distributed_c10d):
             _put(stack, module, "init_process_group", init_process_group)
         yield
 
@@ -395,6 +433,10 @@ def _clip(original: Callable[..., Any], listener: ScriptListener) -> Callable[..
     ) -> Any:
         given = _listed(parameters)
         norm = listener.clips(given, float(max_norm), float(norm_type))
+        if norm is None and float(max_norm) == math.inf:
+            # PyTorch would multiply by 1, and whoever looks for changes of gradients finds one.
+            gradients = [each.grad for each in given if each.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients, norm_type, *args, **kwargs)
         return original(given, max_norm, norm_type, *args, **kwargs) if norm is None else norm
 
     return clip_grad_norm_
@@ -410,7 +452,7 @@ def _clip_with_norm(original: Callable[..., None], listener: ScriptListener) -> 
     ) -> None:
         given = _listed(parameters)
         # Nobody is told of which kind the norm is; usually it is the Euclidean one.
-        if listener.clips(given, float(max_norm), 2.0) is None:
+        if listener.clips(given, float(max_norm), 2.0) is None and float(max_norm) != math.inf:
             original(given, max_norm, *args, **kwargs)
 
     return clip_grads_with_norm_

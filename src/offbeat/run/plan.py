@@ -36,7 +36,9 @@ def script_command(
         )
     path, *arguments = words
     if as_module:
-        if find_spec(path.partition(".")[0]) is None and not Path(path.partition(".")[0]).exists():
+        top = path.partition(".")[0]
+        # The worker looks in the working directory first, where this process need not look.
+        if find_spec(top) is None and not (Path(top).exists() or Path(f"{top}.py").exists()):
             raise ConfigError(f"there is no module {path!r} to run; is it installed?")
     elif not Path(path).is_file():
         beside = [entry.name for entry in Path(path).parent.glob("*.py")]

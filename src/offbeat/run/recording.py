@@ -212,7 +212,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     @override
     def training_ends(self) -> None:
-        if self._recorder is not None:
+        # Only a supervisor asks. The store of others may have gone with the rank that served it.
+        if self._recorder is not None and self._recorder.run.coordinator.supervised:
             self._recorder.run.coordinator.take_no_more_steps()
 
     @override
@@ -288,7 +289,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
                 if ends is not None:
                     model = recorder.run.attached.model
                     write_end(recorder, ends, self._measured(recorder), model, finished=True)
-        except OffbeatError as error:
+        # The second kind is of the group's store: a rank takes longer than the group's timeout, as
+        # to evaluate by itself, or has gone. This one has said what the summary needs of it.
+        except (OffbeatError, RuntimeError) as error:
             LOGGER.warning("the record is not complete: %s", error)
 
     def abandon(self) -> None:

@@ -38,6 +38,7 @@ import torch
 from offbeat.callbacks.callback import Decision
 from offbeat.codec.json_objects import Count, build
 from offbeat.errors import MALFORMED, RecordError
+from offbeat.host import usable_cores
 from offbeat.run.config import RunConfig
 from offbeat.session.checkpoint import whole_file
 from offbeat.transport.driver import Arrival
@@ -566,11 +567,6 @@ def environment() -> dict[str, object]:
         "platform": platform.platform(),
         "num_cpus": usable_cores(),
     }
-
-
-def usable_cores() -> int:
-    """Those on which this process may compute, of however many its host has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _write_head(path: Path, head: RunHead) -> None:

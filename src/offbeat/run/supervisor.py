@@ -164,6 +164,9 @@ class WorkerGroup:
         for key, _ in self._selector.select(timeout_s):
             if not self._read(key.data):
                 self._selector.unregister(key.fileobj)
+        for worker in self._workers:
+            if not worker.alive:  # a process that it has started may hold its pipe open for ever
+                self._drain(worker)
         self._act()
 
     def run_to_end(self, interrupted: Interrupts) -> None:
@@ -299,7 +302,7 @@ class WorkerGroup:
             self._stop_deadline_s = now_s + _STOP_S
             for worker in alive:
                 # It asks for a checkpoint.
-                worker.process.send_signal(signal.Signals(self._stop_signal))
+                worker.ask_to_stop(signal.Signals(self._stop_signal))
                 # One that the script has stopped could not hear it.
                 worker.process.send_signal(signal.SIGCONT)
         self._find_deaths()

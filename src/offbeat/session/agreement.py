@@ -142,8 +142,8 @@ def adopt_state_of_rank_0(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> None:
-    """Give the optimizer rank 0's state, also of parameters that only some ranks have used.
-    Collective.
+    """Give the optimizer rank 0's state, also of parameters that only some ranks have used, and
+    the numbers in its groups, where some keep what they have learned. Collective.
     """
     mine = {
         name: {
@@ -154,7 +154,14 @@ def adopt_state_of_rank_0(
         for name, parameter in parameters.items()
     }
     kept = []
-    for name, described in driver.run(gather_values(mine), stream.next())[0].items():
+    numbers = [
+        {key: value for key, value in group.items() if isinstance(value, int | float)}
+        for group in optimizer.param_groups
+    ]
+    states, options = driver.run(gather_values([mine, numbers]), stream.next())[0]
+    for group, theirs in zip(optimizer.param_groups, options, strict=True):
+        group |= theirs
+    for name, described in states.items():
         parameter = parameters[name]
         if described.keys() != mine[name].keys():  # one of the two has not used it
             optimizer.state[parameter] = {

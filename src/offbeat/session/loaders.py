@@ -193,8 +193,12 @@ def make_loader(
         )
     except ConfigError as error:
         description = error
+    others = [each for each in callbacks if isinstance(each, LockstepLoader)]
+    sizes = list[int]()
     if policy is None:
-        agree(driver, control, description)
+        given = None if source is None else source.batch_size
+        key = f"{_DATA_KEY}/in step/{len(others)}"
+        sizes = _sizes_in_step(description, given, driver, control, network, key, returns=returns)
     else:
         store = store_of(network)
         # Also how many samples fit into each rank's memory.
@@ -226,7 +230,6 @@ def make_loader(
         rank=driver.rank,
     )
     if policy is None:
-        others = [each for each in callbacks if isinstance(each, LockstepLoader)]
         older = [each for each in others if each.has_read(source.loader.dataset)]
         for each in older:
             each.close()  # its processes; it starts others if it is iterated again
@@ -238,7 +241,7 @@ def make_loader(
             )
         return LockstepLoader(
             fetcher,
-            batch_sizes=driver.run(gather_values(source.batch_size), control.next()),
+            batch_sizes=sizes,
             claimed=weigh,
             seed=seed,
             rank=driver.rank,
@@ -271,15 +274,49 @@ def _require_claims(source: DataSource, claims_ahead: int | None) -> None:
         )
 
 
-def _agree_with_founders(store: Store, mine: OffbeatError | dict[str, Any]) -> None:
+def _sizes_in_step(
+    description: OffbeatError | dict[str, Any],
+    batch_size: int | None,
+    driver: Driver,
+    control: Stream,
+    network: Network | None,
+    key: str,
+    *,
+    returns: bool,
+) -> list[int]:
+    """How many samples each rank asks for, once all are known to read the same. One that has come
+    back finds it in the store, since its peers have made their loaders long before.
+    """
+    if not returns:
+        agree(driver, control, description)
+        sizes: list[int] = driver.run(gather_values(batch_size), control.next())
+        if driver.rank == 0 and network is not None:
+            store = store_of(network)
+            store.set(f"{key}/sizes", json.dumps(sizes))
+            store.set(key, json.dumps(description))  # last: who finds it finds the sizes, too
+        return sizes
+    store = store_of(network)
+    _agree_with_founders(store, description, key)
+    sizes = json.loads(store.get(f"{key}/sizes"))
+    if driver.rank >= len(sizes):
+        raise ConfigError(
+            f"RANK is {driver.rank}, and samples were shared out among {len(sizes)} workers at"
+            " first; come back in the place of one that has died, or feed your own loop"
+        )
+    return sizes
+
+
+def _agree_with_founders(
+    store: Store, mine: OffbeatError | dict[str, Any], key: str = _DATA_KEY
+) -> None:
     """Raise unless the founders' loaders read the same data."""
     if isinstance(mine, OffbeatError):
         raise mine
-    if not store.check([_DATA_KEY]):
+    if not store.check([key]):
         raise ConfigError(
             "the run that this worker has joined has no loader; feed your own loop, as its peers do"
         )
-    theirs = json.loads(store.get(_DATA_KEY))
+    theirs = json.loads(store.get(key))
     if theirs != mine:
         raise MismatchError(
             f"this worker's loader differs from that of the run that it has joined: {mine} here,"
@@ -315,10 +352,15 @@ def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[S
     """
     count = num_steps(num_samples, batch_sizes)
     begin, end = num_samples * step // count, num_samples * (step + 1) // count
-    beyond_one = end - begin - len(batch_sizes)
-    wanted = [size - 1 for size in batch_sizes] if max(batch_sizes) > 1 else [1] * len(batch_sizes)
-    passed = [0, *accumulate(wanted)]
-    cuts = [begin + rank + beyond_one * before // passed[-1] for rank, before in enumerate(passed)]
+    ranks = len(batch_sizes)
+    # One sample alone has no variance, so who has asked for more gets two where there are enough.
+    least = 2 if min(batch_sizes) > 1 and end - begin >= 2 * ranks else 1
+    wanted = [size - least for size in batch_sizes]
+    passed = [0, *accumulate(wanted if any(wanted) else [1] * ranks)]
+    beyond = end - begin - least * ranks
+    cuts = [
+        begin + least * rank + beyond * before // passed[-1] for rank, before in enumerate(passed)
+    ]
     return tuple(map(SampleRange, cuts, cuts[1:]))
 
 

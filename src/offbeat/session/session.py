@@ -199,6 +199,10 @@ class Session:
         self._on_merge: list[Callable[[], object]] = []
         self.observers: list[SessionObserver] = []
         """Who is told of steps and of what is logged; to be appended to."""
+        self.clips_by_value = False
+        """Whether the loop clips gradients by value. Whoever sees that sets it, and `Auto` then
+        leaves out what has selected entries by then.
+        """
         self._chosen_buffers = choose_buffers(self._buffers_of(model))
         self._control = control
         self._island = Island() if sharded is None else sharded.island
@@ -206,12 +210,14 @@ class Session:
         self._context = Context(
             parameters=self._parameters,
             buffers=lambda: self._buffers_of(model),
+            chosen_buffers=self._chosen_buffers,
             optimizer=optimizer if sharded is None else sharded.optimizer(optimizer),
             model=model,
             driver=self._driver,
             island=self._island,
             grad_scale=UNSCALED if scaler is None else scaler.get_scale,
             has_scaler=has_scaler,
+            clips_by_value=lambda: self.clips_by_value,
             new_stream=new_stream,
             notices=self._notices,
             enter=self._enter,
@@ -443,9 +449,9 @@ class Session:
         With `AdaptiveSGD` a rank that is free claims the next batch, and the strategy says how
         large; with `ElasticSGD` each rank has an equal share. With the others, ranks take equally
         many steps, with batches of as many samples as each asks for, and gradients are averaged
-        over samples; `Auto` divides a step's samples by speed where a rank is steadily slower, and
-        all have asked for as many. Evaluate under `torch.no_grad()`, iteration included: batches
-        that are taken there count for no gradient.
+        over samples, so the loss is to be a mean over a batch's. `Auto` divides a step's samples by
+        speed where a rank is steadily slower, and all have asked for as many. Evaluate under
+        `torch.no_grad()`, iteration included: batches that are taken there count for no gradient.
 
         A `DataLoader` is taken as it is, not prepared for several ranks: its dataset, batch size,
         `collate_fn`, worker processes with all that belongs to them, and pinned memory. With

@@ -46,8 +46,7 @@ import os
 import platform
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,6 +66,7 @@ from offbeat.codec.option_value import require_one_of
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError, PeerError
 from offbeat.gradients.collective_choice import measured_costs, probe_pairs
+from offbeat.host import free_bytes, processor_limits
 from offbeat.simulation.measured import MeasuredRun, predict, unlike_ports
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.allreduce import AllReduce
@@ -87,9 +87,6 @@ from offbeat.strategies.choice import (
 from offbeat.weights.optimizer_state import divides_by_squares
 
 _SEEN: Final = 15
-MEMINFO: Final = Path("/proc/meminfo")
-CGROUPS: Final = Path("/sys/fs/cgroup")
-CGROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
 NAMES: Final = tuple(dict.fromkeys(parse_spec(spec)[0] for spec in CANDIDATES))
 """What `allow` and `exclude` may have."""
 _MOST_RANKS: Final = 64
@@ -147,6 +144,11 @@ class Auto(Strategy):
     def candidates(self, context: Context) -> dict[str, Strategy]:
         """Those that can train what `context` has, by name."""
         found = {}
+        optimizer = context.optimizer
+        groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        # The way back brings the step and the state of this optimizer together, and no other's.
+        is_whole = optimizer is None or all(id(p) in stepped for p in context.parameters.values())
         for name, strategy in ((name, built(name)) for name in self.allowed()):
             try:
                 if context.model is not None and context.optimizer is not None:
@@ -154,9 +156,13 @@ class Auto(Strategy):
                 strategy.check_world(context.driver.world_size)
             except OffbeatError:
                 continue
+            if context.clips_by_value() and hasattr(strategy, "clip_norm"):
+                continue  # what is cut off of entries that have travelled is owed by nobody
             # A GradScaler skips steps on one rank alone where each has a model of its own.
-            takes_scaler = not (context.has_scaler and strategy.replicas_differ)
-            if takes_scaler and (context.island.size == 1 or strategy.trains_islands):
+            may_differ = is_whole and not context.has_scaler
+            if (may_differ or not strategy.replicas_differ) and (
+                context.island.size == 1 or strategy.trains_islands
+            ):
                 found[name] = strategy
         return found
 
@@ -240,6 +246,11 @@ class _BatchSizes(NamedTuple):
         if name.endswith(BY_SPEED):
             return self.by_speed
         return self.asked if built(name).replicas_differ else self.now
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether batches follow speeds, which are others by now."""
+        return self.by_speed != self.now != self.asked
 
     def divided(self, run: MeasuredRun, sizes: tuple[int, ...]) -> MeasuredRun:
         """What was measured, if batches had had these sizes."""
@@ -399,10 +410,12 @@ class Chooser(Callback):
         )
         standing = self._standing
         seen = SeenSteps.of(standing.at_work, whole_s, computed_s)
-        if not standing.is_news(seen.step_s) or (standing.is_early and not seen.mostly_waits()):
+        sizes = self._batch_sizes(said, seen)
+        # Where a rank is as fast again as the others, who have its samples, a step takes as long.
+        is_news = standing.is_news(seen.step_s) or (sizes is not None and sizes.are_outdated)
+        if not is_news or (standing.is_early and not seen.mostly_waits()):
             return
         measured, predicted = str(seen), dict[str, _Predicted]()
-        sizes = self._batch_sizes(said, seen)
         if not seen.hardly_waits():
             run = self._measured(said, seen)
             measured += f"; {run.links()}"
@@ -483,6 +496,9 @@ class Chooser(Callback):
         if seen.speeds_are_unlike():
             largest = [int(size * each["growth"]) for size, each in zip(now, shares, strict=True)]
             by_speed = seen.by_speed(now, largest)
+        # One sample alone has no variance, without which layers such as BatchNorm1d raise.
+        if min(by_speed) == 1 < min(first["asked"]):
+            by_speed = now
         return _BatchSizes(tuple(first["asked"]), now, by_speed)
 
     def _share_out(self, sizes: tuple[int, ...]) -> None:
@@ -675,63 +691,6 @@ def _place(device: torch.device) -> dict[str, Any]:
         "cores": [*cores],
         "processors": {f"{host} {name}": each for name, each in processor_limits().items()},
     }
-
-
-def free_bytes(device: torch.device) -> float:
-    """Memory that they may still take; all there is where the system does not say."""
-    if device.type == "cuda":
-        # What PyTorch keeps for tensors to come is free too.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + kept)
-    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
-    said = dict(line.split(":") for line in lines)
-    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if "MemAvailable" in said:  # what caches files is free too
-        free = 1024 * float(said["MemAvailable"].split()[0])
-    return min([free, *_left_in_cgroups()])
-
-
-def _left_in_cgroups() -> Iterator[float]:
-    """What containers and batch systems leave to this process: the limit, less what is in use and
-    caches no files, of each of its cgroups and of those around it.
-    """
-    for folder, is_first_version in _cgroups("memory"):
-        names = "memory.max", "memory.current", "inactive_file"
-        if is_first_version:
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        with suppress(OSError, ValueError):  # there is none, or it says "max"
-            limit, used = (int((folder / name).read_text()) for name in names[:2])
-            stat = (folder / "memory.stat").read_text().splitlines()
-            cached = int(dict(line.split() for line in stat).get(names[2], 0))
-            yield float(max(0, limit - used + cached))
-
-
-def processor_limits() -> dict[str, float]:
-    """Of how many processors this process and the others of a cgroup together may take the time,
-    by the cgroup: of each of its own, and of those around them, that has a limit.
-    """
-    found = {}
-    for folder, is_first_version in _cgroups("cpu"):
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first_version else ("cpu.max",)
-        with suppress(OSError, ValueError):  # there is none, or it says "max"
-            said = " ".join((folder / name).read_text() for name in names)
-            quota_us, period_us = map(int, said.split())
-            if quota_us > 0:
-                # Containers of a host call different folders by the same path.
-                found[f"{names[0]} {folder.stat().st_ino}"] = quota_us / period_us
-    return found
-
-
-def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """The folders of this process's cgroups that may limit what `controller` does, and of those
-    around them; and whether they are of version 1, which has a hierarchy for each controller.
-    """
-    lines = CGROUPS_OF_PROCESS.read_text().splitlines() if CGROUPS_OF_PROCESS.exists() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if not controllers or controller in controllers.split(","):  # version 2 names none
-            inside = Path(path.lstrip("/"))  # a container may not see it, but the root is its own
-            for each in (inside, *inside.parents):
-                yield CGROUPS / controllers / each, bool(controllers)
 
 
 def cores_of_one(places: Sequence[Mapping[str, Any]]) -> float:

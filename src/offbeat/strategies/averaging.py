@@ -67,10 +67,11 @@ class AveragingStrategy(Strategy):
                 " on one rank and not on the others; use bfloat16 autocast, which needs no scaler,"
                 " or a strategy that exchanges gradients"
             )
+        chosen = context.chosen_buffers
         weights = ModelWeights(
             parameters=context.parameters,
             buffers=context.buffers,
-            chosen=choose_buffers(context.buffers()),
+            chosen=choose_buffers(context.buffers()) if chosen is None else chosen,
         )
         # First: a gradient that is not finite must be removed before others look at it.
         guard = GradientGuard(context)

@@ -129,8 +129,9 @@ class ExtraGradient(Callback):
         saved = state["replicated"]
         self._begun, self._ahead = (
             {
-                name: saved[f"{kind}/{name}"].clone()
-                for name in self._parameters
+                # What was read of a file is on the host.
+                name: saved[f"{kind}/{name}"].to(parameter.device, copy=True)
+                for name, parameter in self._parameters.items()
                 if f"{kind}/{name}" in saved
             }
             for kind in ("begun", "ahead")

@@ -180,6 +180,7 @@ class LocalAdam(Callback, TakeMean):
             held, exact = state[key], self._exact.pop(f"{key}/{name}", None)
             state[key] = held.to(summed.dtype)
             if exact is not None:
+                exact = exact.to(held.device)  # what was read of a file is on the host
                 state[key] = torch.where(exact.to(held.dtype) == held, exact, state[key])
         return state
 

@@ -42,6 +42,7 @@ from offbeat.transport.network import (
     find_network,
     proof_of,
     serves,
+    session_secret,
     store_client,
     store_sockets,
 )
@@ -239,7 +240,7 @@ def connect(
                 rank,
                 world_size,
                 address=address,
-                secret=secret,
+                secret=session_secret(secret, token),
                 generation=generation,
                 limits=PeerLimits.tolerating(limit_s),
                 cipher=cipher,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.transport.operations import (
     Collective,
     DenseOperation,
@@ -148,6 +148,21 @@ class Driver(ABC):
         return thread.join
 
 
+class _Refused:
+    """The ticket of an operation that could not begin."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: PeerError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> Any:
+        raise self._error
+
+
 class Pending(Generic[T]):
     """A collective under way on one rank.
 
@@ -202,7 +217,11 @@ class Pending(Generic[T]):
                 operation = self._collective.throw(error)
             else:
                 operation = self._collective.send(outcome)
-            self._ticket = self._driver.start(operation, self._channel)
+            try:
+                self._ticket = self._driver.start(operation, self._channel)
+            except PeerError as error:
+                # The protocol may have to find out what its peers did before it was cut off.
+                self._ticket = _Refused(error)
         except StopIteration as stop:
             self._end(result=stop.value)
         except BaseException as error:
@@ -224,6 +243,13 @@ class Stream:
         # The upper bits are the stream and the lower ones count its collectives: channels of two
         # streams never coincide, in whatever order the streams are used.
         self._next = number << 32
+
+    def beside(self, place: int) -> Stream:
+        """The stream of the `place`-th of collectives that are under way at once; this one for the
+        first. On one stream a message of a later collective says that its sender is done with the
+        earlier ones.
+        """
+        return Stream((self._next >> 32) + (place << 20)) if place else self
 
     def next(self) -> int:
         """The channel of the next collective."""

@@ -30,6 +30,7 @@ from offbeat.transport.protection import CIPHER_VARIABLE, Cipher
 from offbeat.transport.sockets import (
     SocketAddresses,
     ends_towards,
+    keep_alive,
     limit_answers,
     of_service,
     shut_down,
@@ -42,6 +43,8 @@ _ENTRY_VERSION = 1
 _KEY_LABEL = b"offbeat network secret 1"
 
 _PROOF_LABEL = b"offbeat network proof 1"
+
+_SESSION_LABEL = b"offbeat session secret 1"
 
 _opening = threading.Lock()
 
@@ -328,6 +331,11 @@ def _read_entry(raw: bytes) -> tuple[str, int, str, str]:
         raise WireError(f"the run's entry in the store is damaged: {raw[:80]!r}") from error
 
 
+def session_secret(secret: bytes, token: str) -> bytes:
+    """Of a session's own connections: no other session has it, and none of its generations."""
+    return hmac.digest(secret, _SESSION_LABEL + token.encode(), hashlib.sha256)
+
+
 def _derived(secret: bytes, token: str) -> bytes:
     return hmac.digest(secret, _KEY_LABEL + token.encode(), hashlib.sha256)
 
@@ -363,6 +371,7 @@ class OwnStore(Store):
             self._sockets = SocketAddresses(local=ends_towards(port) - before)
         self._client.set_timeout(timedelta(seconds=limit_s))
         limit_answers(self._sockets, limit_s)
+        keep_alive(self._sockets)
 
     def _ask(self, name: str, *args: Any) -> Any:
         try:

@@ -38,6 +38,7 @@ from offbeat.transport.peers import Peers
 from offbeat.transport.sockets import (
     SocketAddresses,
     closed_in_children,
+    keep_alive,
     keep_from_programs,
     shut_down,
 )
@@ -86,6 +87,7 @@ class C10d(Driver):
         self._sockets = sockets
         self._forget = closed_in_children(sockets)
         keep_from_programs(sockets)
+        keep_alive(sockets)
         self.explain: Callable[[PeerError], PeerError] = lambda error: error
         self._cause: PeerError | None = None
         self._waits: dict[object, float] = {}

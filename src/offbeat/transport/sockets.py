@@ -43,6 +43,11 @@ _DESCRIPTORS: Final = "/dev/fd"
 _CONFIRMED_INTERVAL_S: Final = 0.01
 """How often to ask the kernel, which does not say by itself that a peer's host has everything."""
 
+_IDLE_S: Final = 60
+"""What lies between hosts, such as a translation of addresses, forgets connections that are silent
+for a few minutes.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SocketAddresses:
@@ -121,6 +126,16 @@ def limit_answers(which: SocketAddresses, seconds: float) -> SocketAddresses:
                 if (here := _address(end.getsockname)) is not None:
                     changed.add(here)
     return SocketAddresses(local=frozenset(changed))
+
+
+def keep_alive(which: SocketAddresses) -> None:
+    """Let the kernel show that these connections are in use, also while nothing is sent."""
+    for descriptor in _descriptors():
+        with suppress(OSError), _end(descriptor) as end:
+            if which.holds(end) and not _listens(end):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if hasattr(socket, "TCP_KEEPIDLE"):  # not on every platform
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
 
 
 def shut_down(which: SocketAddresses) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.gradients.collective_choice import measured_costs
-from offbeat.run.records import usable_cores
+from offbeat.host import usable_cores
 from offbeat.transport.connect import connect, usual_backend
 from offbeat.transport.driver import Driver, Stream
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs

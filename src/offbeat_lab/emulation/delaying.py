@@ -296,7 +296,8 @@ class StepTimeEmulator:
         self._rank = rank
         self._by_sleeping = by_sleeping
         self._backward_cpu_s = self._backward_s = 0.0
-        self._began_s = 0.0
+        self._began_s = self._computed_s = 0.0
+        self._is_late = False
         self._size = 1.0
         self.slept_s = 0.0
         """Seconds slept in the current step."""
@@ -306,9 +307,10 @@ class StepTimeEmulator:
     def begin_step(self, step: int) -> None:
         """Step `step`, counted from 1, begins. Sleep first, if this worker is to be late in it."""
         self.slept_s = 0.0
+        self._is_late = False
         if self._cluster is not None:
             self._sleep(self._cluster.delay_s(self._rank, step))
-        self._began_s = time.monotonic()
+        self._began_s = self._computed_s = time.monotonic()
 
     def before_backward(self, elapsed_s: float, *, size: float = 1.0) -> None:
         """The forward pass is done.
@@ -325,9 +327,12 @@ class StepTimeEmulator:
         self._size = size
         if cluster.step_s is not None:
             left_s = cluster.step_s * size / speed - forward_s - backward_s
-            self.num_late += left_s < 0
+            self.num_late += left_s < 0 and not self._is_late
+            self._is_late |= left_s < 0
             self._sleep(left_s)
         elif self._by_sleeping:
+            # A step may have several passes, and those before this one have been slept for.
+            forward_s = time.monotonic() - self._computed_s
             self._sleep((forward_s + backward_s) * (1 / speed - 1))
 
     @contextmanager
@@ -340,6 +345,7 @@ class StepTimeEmulator:
         yield
         self._backward_s = time.monotonic() - before_s
         self._backward_cpu_s = time.thread_time() - before_cpu_s
+        self._computed_s = time.monotonic()
 
     def exclude_overhead(self, encode_s: float, wait_s: float) -> None:
         """Of the last backward pass, the strategy's own work took `encode_s`, and `wait_s` were

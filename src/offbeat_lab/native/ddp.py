@@ -239,7 +239,9 @@ class PostLocalSGD(Native):
         averager = _MeteredAverager(
             meter, num_bytes, period=self.period, warmup_steps=self.start_step
         )
-        return NativeSession(module, PostLocalSGDOptimizer(optimizer, averager), meter)
+        session = NativeSession(module, PostLocalSGDOptimizer(optimizer, averager), meter)
+        session.replicas_differ = True
+        return session
 
 
 class _MeteredAverager(PeriodicModelAverager):

@@ -107,11 +107,13 @@ class NativeSession(AbstractContextManager["NativeSession"]):
 
     Attributes:
         observers: hear of each step.
+        replicas_differ: whether ranks' models differ between steps.
         averages_alone, averaged_without, averaging_weight, start_step, steps_behind: as of a
             session whose ranks keep step and begin together.
     """
 
     averages_alone = False
+    replicas_differ: bool = False
     averaged_without: frozenset[int] = frozenset()
     steps_behind = 0
     averaging_weight = 1.0

@@ -38,11 +38,14 @@ SHARES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One figure: its median and interval as text, and whether it is the best beyond doubt."""
+    """One figure: its median and interval as text, and whether it is the best beyond doubt, and
+    whether some runs lack it: then `interval` says how many have it.
+    """
 
     text: str
     interval: str = ""
     best: bool = False
+    partial: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,9 +195,8 @@ def _row(report: PageContent, name: str, measure: Measure) -> Row:
             cells.append(Cell(text="not reached" if "_to_target" in name else NOTHING))
         else:
             text, interval = write_estimate(estimate, measure.unit)
-            cells.append(
-                Cell(text=text, interval=interval, best=best == strategy.label and not equals)
-            )
+            is_best, partial = best == strategy.label and not equals, None in estimate.values
+            cells.append(Cell(text=text, interval=interval, best=is_best, partial=partial))
     note = (
         f"no difference beyond the spread between {', '.join([best, *equals[:-1]])} and"
         f" {equals[-1]}."

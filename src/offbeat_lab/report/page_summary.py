@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from offbeat_lab.breakdown import Lateness, lateness, slow_worker_of
-from offbeat_lab.figures import MEASURES, SECONDS, SHARE, Measure, capital, write
+from offbeat_lab.figures import MEASURES, SECONDS, SHARE, Measure, capital, write, write_estimate
 from offbeat_lab.report.data import PageContent, StrategyResults
 
 _OF_COMPARISONS: Final = (
@@ -166,4 +166,6 @@ def _beside(report: PageContent, best: StrategyResults, name: str) -> str:
     other = next((one for one in [*dense, *rest] if median(one, name) is not None), None)
     if other is None:
         return best.label
-    return f"{best.label}; {other.label} {write(median(other, name), MEASURES[name].unit)}"
+    estimate = other.measures[name]
+    text, how_many = write_estimate(estimate, MEASURES[name].unit)
+    return f"{best.label}; {other.label} {text}{f' {how_many}' * (None in estimate.values)}"
