@@ -213,7 +213,7 @@ def test_the_open_table_and_the_numbers_say_which_runs_missed_the_target() -> No
     some = Estimate(values=[None, 1.0, 1.1], median=1.05, low=1.0, high=1.1)
     all_runs = Estimate(values=[2.0, 2.0, 2.1], median=2.0, low=2.0, high=2.1)
     two = [
-        strategy(label, 1.0, measures={"time_to_target_s": found})
+        replace(strategy(label, 1.0, measures={"time_to_target_s": found}), runs=[])
         for label, found in (("a", some), ("b", all_runs))
     ]
     content = replace(report(two, []), winner="b")
