@@ -47,7 +47,7 @@ STORES = frozenset({f"torch.distributed.{name}" for name in ("Store", "HashStore
 MAY_BLOCK = {
     **{
         f"offbeat/integrations/{name}.py": {"torch.distributed"}
-        for name in ("accelerate", "lightning", "state_files")
+        for name in ("accelerate", "framework", "lightning", "state_files")
     },
     "offbeat/torch_private.py": {
         "torch.distributed"

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from offbeat import host
 from offbeat.codec.json_objects import build
 from offbeat.errors import RecordError
 from offbeat.run.config import RunConfig
@@ -28,6 +27,7 @@ from offbeat.run.records import (
     lock,
     write_summary,
 )
+from offbeat.transport import host
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.config import Request, resolve
 from offbeat_lab.records import MegaBatch, Record, Share, add_mega_batch

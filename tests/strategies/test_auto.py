@@ -17,7 +17,6 @@ import torch
 
 import offbeat
 from conformance_support.lent import lent
-from offbeat import host
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import ConfigError, NonFiniteError
@@ -25,6 +24,7 @@ from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.choice import CANDIDATES, EARLY_LOOK, FIRST_LOOK, LEAST_SEEN, SETTLING
+from offbeat.transport import host
 from offbeat.transport.connect import RejoinedDriver
 from offbeat.transport.single_rank import SingleRank
 from thread_support.nets import make_model, step_of

@@ -244,9 +244,10 @@ class LedIsland(Callback):
             missing = self._inner.average_into(_joined([mine, *means.values()]))
         else:
             means = {self._island.rank: mine}
-        self._island.spread({number: _all_of(shard) for number, shard in means.items()})
-        # Where a peer came for an average, the first shard holds that now, and so must the others.
+        # Where a peer came for an average, the first shard holds that now, and so must the others;
+        # before the mean, which may be asked for in the place of the model.
         self._island.spread(self._of_shards(_all_of))
+        self._island.spread({number: _all_of(shard) for number, shard in means.items()})
         return frozenset(self._island.first(sorted(missing)))
 
     @override

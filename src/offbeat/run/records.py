@@ -38,10 +38,10 @@ import torch
 from offbeat.callbacks.callback import Decision
 from offbeat.codec.json_objects import Count, build
 from offbeat.errors import MALFORMED, RecordError
-from offbeat.host import usable_cores
 from offbeat.run.config import RunConfig
 from offbeat.session.checkpoint import whole_file
 from offbeat.transport.driver import Arrival
+from offbeat.transport.host import usable_cores
 
 M = TypeVar("M")
 

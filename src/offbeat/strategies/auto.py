@@ -66,7 +66,6 @@ from offbeat.codec.option_value import require_one_of
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError, PeerError
 from offbeat.gradients.collective_choice import measured_costs, probe_pairs
-from offbeat.host import free_bytes, processor_limits
 from offbeat.simulation.measured import MeasuredRun, predict, unlike_ports
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.allreduce import AllReduce
@@ -84,6 +83,7 @@ from offbeat.strategies.choice import (
     in_vain,
     outlook,
 )
+from offbeat.transport.host import free_bytes, processor_limits
 from offbeat.weights.optimizer_state import divides_by_squares
 
 _SEEN: Final = 15

@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from offbeat.host import usable_cores
+from offbeat.transport.host import usable_cores
 
 State = Literal["ok", "missing"]
 

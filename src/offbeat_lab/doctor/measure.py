@@ -20,9 +20,9 @@ import torch
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.gradients.collective_choice import measured_costs
-from offbeat.host import usable_cores
 from offbeat.transport.connect import connect, usual_backend
 from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.host import usable_cores
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs
 from offbeat_lab.joining import join, leave
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.errors import ConfigError
-from offbeat.host import usable_cores
+from offbeat.transport.host import usable_cores
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration
 from offbeat_lab.records import Speeds
