@@ -239,7 +239,7 @@ def rates_in_race(
 
 
 def seconds_to_metric(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
-    """With seed 0, whose runs at equal samples are kept."""
+    """With seed 0, whose runs at equal samples are kept; of those that come so far."""
     kept = None if asked.results is None else ResultFile(asked.results / "relatives.jsonl")
     runs = Runs(kept, 0.0)  # which makes none
     chosen = [one for one in asked.chosen if not one.spec.startswith("ddp-")]
@@ -257,14 +257,11 @@ def seconds_to_metric(asked: argparse.Namespace, directory: Path) -> Iterator[Ro
                 target = float(np.mean([each.metric for each in seen[-LAST:]]))
             sign = 1 if case.higher_is_better else -1
             reached = (each.seconds for each in seen if sign * (each.metric - target) >= 0)
-            seconds = next(reached, None)
-            yield Figure(
-                table=f"seconds to AllReduce's metric, {case.name}",
-                case=one.label,
-                column="seconds",
-                value="not reached" if seconds is None else seconds,
-                decimals=1,
-            )
+            if (seconds := next(reached, None)) is not None:
+                table = f"seconds to AllReduce's metric, {case.name}"
+                yield Figure(
+                    table=table, case=one.label, column="seconds", value=seconds, decimals=1
+                )
 
 
 GOALS: Final[Mapping[str, Callable[[argparse.Namespace, Path], Iterator[Row]]]] = {
