@@ -754,3 +754,41 @@ def test_a_pass_that_fails_concerns_the_peers_only_if_they_wait_for_it(
     net.zero_grad()
     loss_of(net, 1).backward()
     assert session.stats.exchanges == exchanges
+
+
+def test_what_is_frozen_for_another_loss_of_a_step_keeps_the_gradient_of_its_own(
+    lossless_kind: GradientStrategy, attached: Callable
+) -> None:
+    """As a critic is for the loss of its generator, where one step moves both."""
+    net, optimizer, _ = attached(lossless_kind)
+    plain = Net()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for model, opt in ((net, optimizer), (plain, plain_optimizer)):
+        for step in range(0, 6, 2):
+            loss_of(model, step).backward()
+            model.head.requires_grad_(False)
+            loss_of(model, step + 1).backward()
+            model.head.requires_grad_(True)
+            opt.step()
+            opt.zero_grad()
+    assert_same(net, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_what_waits_in_no_sync_is_sent_though_its_parameter_is_frozen_by_then(
+    lossless_kind: GradientStrategy, attached: Callable
+) -> None:
+    net, optimizer, session = attached(lossless_kind)
+    plain = Net()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for model, opt, context in (
+        (net, optimizer, session.no_sync()),
+        (plain, plain_optimizer, contextlib.nullcontext()),
+    ):
+        with context:
+            loss_of(model, 0).backward()
+        model.head.requires_grad_(False)
+        loss_of(model, 1).backward()
+        model.head.requires_grad_(True)
+        opt.step()
+        opt.zero_grad()
+    assert_same(net, plain, rtol=1e-4, atol=1e-5)

@@ -557,3 +557,35 @@ def test_a_parameter_that_few_ranks_use_has_all_of_its_weight_decay(
 
     used, left_out = (results_of(3, partial(shrunk, leaves_out=each)) for each in (False, True))
     assert left_out == pytest.approx(used, rel=0.1)
+
+
+def test_a_state_of_before_the_first_step_that_is_loaded_has_no_momentum() -> None:
+    """As a search for a learning rate goes back to where it began."""
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS["momentum"](net) for net in nets]
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["as entries"]):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            begun = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+            train(net, optimizer, range(3))
+            net.load_state_dict(begun[0])
+            optimizer.load_state_dict(begun[1])
+            train(net, optimizer, range(3, 6))
+    assert_same(*nets, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "nesterov", "weight decay"])
+def test_parameters_may_be_frozen_in_turn_within_a_step(kind: str) -> None:
+    """As a generator and its critic are, each for the loss of the other."""
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS[kind](net) for net in nets]
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["as entries"]):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            for step in range(4):
+                for part in range(2):
+                    net.head.requires_grad_(part == 0)
+                    net.shared.requires_grad_(part == 1)
+                    loss_of(net, 2 * step + part).backward()
+                net.head.requires_grad_(True)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(*nets, **CLOSE)

@@ -739,3 +739,17 @@ def test_a_parameter_that_few_ranks_use_in_a_step_has_all_of_its_weight_decay(
     found, plain = shrunk(sparse), shrunk(offbeat.AllReduce())
     assert found <= 1.2 * plain
     assert not in_turns or found >= 0.8 * plain
+
+
+def test_after_a_state_of_before_the_first_step_was_loaded_adam_begins_anew() -> None:
+    net = linear()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
+    begun = copy.deepcopy(optimizer.state_dict())
+    with offbeat.attach(net, optimizer, SPARSE):
+        for step in range(3):
+            backward(net, 0, step)
+            optimizer.step()
+        optimizer.load_state_dict(begun)
+        backward(net, 0, 3)
+        optimizer.step()
+        assert of_adam(optimizer)["step"] == 1

@@ -555,3 +555,11 @@ def test_factors_take_time_in_steps_with_factors_alone(attached: Attach) -> None
         train(net, optimizer, range(step, step + 1))
         spent_s.append(part_of(session).counters()["factor_s"])
     assert spent_s[0] == 0 < spent_s[1] < spent_s[2] < spent_s[3] == spent_s[4] < spent_s[5]
+
+
+@pytest.mark.parametrize("exchange", [offbeat.OneBitAdam(), offbeat.QGenX()])
+def test_an_exchange_that_takes_steps_of_its_own_is_refused(exchange: Any) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(UnsupportedError, match="K-FAC"):
+        offbeat.attach(net, optimizer, offbeat.SPDKFAC(exchange=exchange))

@@ -367,3 +367,19 @@ def test_a_parameter_that_some_ranks_use_has_all_of_its_weight_decay() -> None:
     used = results_of(2, lambda driver: trained(driver, False))
     left_out = results_of(2, lambda driver: trained(driver, True))
     torch.testing.assert_close(left_out, used, rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_of_before_the_freeze_that_is_loaded_trains_as_it_did() -> None:
+    """As each fold of a cross-validation begins."""
+    net = Net()
+    optimizer = optimizer_of(net)
+    begun = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    found = []
+    with offbeat.attach(net, optimizer, Lossless(freeze_step=FREEZE)):
+        for _ in range(2):
+            net.load_state_dict(begun[0])
+            optimizer.load_state_dict(begun[1])
+            for step in range(NUM_STEPS):
+                step_of(net, optimizer, 0, step)
+            found.append(net.weight.detach().clone())
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)

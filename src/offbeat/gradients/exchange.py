@@ -344,7 +344,9 @@ class GradientExchange(Callback):
         self._num_accumulated = 0
         self._synchronised = True
         self._exchanges_since_step = self._exchanges_since_update = 0
-        self._unsent = self._has_told_of_dropped = False
+        # The parameters that passes in `no_sync` have accumulated in since the last exchange.
+        self._unsent = set[int]()
+        self._has_told_of_dropped = False
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -406,7 +408,7 @@ class GradientExchange(Callback):
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         self._num_accumulated += 1
         if not synchronised:
-            self._unsent = True
+            self._unsent.add(index)
             return
         b, position = self._place[index]
         bucket, arrived = self._pairs[b][0], self._arrived[b]
@@ -518,7 +520,7 @@ class GradientExchange(Callback):
         self._num_launched = 0
         self._exchanges_since_step += 1
         self._exchanges_since_update += 1
-        self._unsent = False
+        self._unsent.clear()
         self.counts.exchanges += 1
         # Every rank holds the same tallies, of its own shards, and the island's ranks tell each
         # other theirs; so listeners on all ranks are told the same.
@@ -618,7 +620,8 @@ class GradientExchange(Callback):
         """
         bucket, arrived = self._pairs[b][0], self._arrived[b]
         for position, parameter in enumerate(bucket.parameters):
-            if not parameter.requires_grad:  # it was frozen, and this is left from before
+            is_new = parameter.requires_grad or bucket.indices[position] in self._unsent
+            if not is_new:  # it was frozen, and this is left from before
                 parameter.grad = None
             elif position not in arrived and parameter.grad is not None:
                 arrived[position] = parameter.grad
@@ -691,15 +694,19 @@ class GradientExchange(Callback):
     def _publish_grads(self, b: int, tally: Tally) -> None:
         """Commit, and let `param.grad` be the result, with what had been stashed added back."""
         bucket, reduction = self._pairs[b]
+        brought = tally.used.copy()  # by gradients; `commit` marks what was owed, too
         bucket.flat = reduction.commit()
+        for position in np.flatnonzero(~brought).tolist():
+            # A parameter that was frozen meanwhile must not be moved by what it was still owed.
+            if not bucket.parameters[position].requires_grad:
+                bucket.views[position].zero_()
+                tally.used[position] = False
         stashed, self._stashed[b] = self._stashed[b], None
         if stashed is not None:
             bucket.flat.add_(stashed)
         shown = tally.used | self._published[b]
         for position in np.flatnonzero(shown).tolist():
-            # A parameter that was frozen meanwhile must not be moved by what it was still owed.
-            parameter = bucket.parameters[position]
-            parameter.grad = bucket.views[position] if parameter.requires_grad else None
+            bucket.parameters[position].grad = bucket.views[position]
         self._published[b] = shown
 
     def _discard(self) -> None:

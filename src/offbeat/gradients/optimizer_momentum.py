@@ -85,6 +85,7 @@ class _State:
         is_staged: whether it moves in this step.
         is_zero: whether the velocity is zero, so that momentum at once costs no pass; None: not
             known.
+        moved: positions of the parameters whose velocity the step under way has moved.
     """
 
     bucket: Bucket
@@ -94,6 +95,7 @@ class _State:
     staged: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     is_staged: bool = False
     is_zero: bool | None = True
+    moved: set[int] = field(default_factory=set)
 
 
 class OptimizerMomentum(GradientTransform):
@@ -156,6 +158,8 @@ class OptimizerMomentum(GradientTransform):
         if not goes_on:  # what belongs to one step is added up, so all of it has the same unit
             self._at_once = self._density is not None and self._density.sends_few()
         param_groups, state = self._optimizer.param_groups, self._states[id(bucket)]
+        if not goes_on:
+            state.moved.clear()
         self._decays = [bool(group["momentum"]) for group in param_groups]
         decays = [self._decay_of(number) for number in range(len(param_groups))]
         state.groups.add_decay_(given.tally.used, decays, given.grad_scale, continues=goes_on)
@@ -173,10 +177,21 @@ class OptimizerMomentum(GradientTransform):
             shares = shares_of(factor, nesterov, scale, continues=goes_on, at_once=at_once)
             mix(step[here], state.velocity[here], shares, state.staged[here])
         places = zip(bucket.parameters, bucket.offsets, bucket.offsets[1:], strict=False)
-        for parameter, begin, end in places:
+        for position, (parameter, begin, end) in enumerate(places):
+            here = slice(begin, end)
             if not parameter.requires_grad:  # its momentum rests meanwhile, as in the optimizer
-                step[begin:end] = 0
-                state.staged[begin:end] = state.velocity[begin:end]
+                step[here] = 0
+                state.staged[here] = state.velocity[here]
+                continue
+            number, is_late = state.groups.groups[position], goes_on and not self._at_once
+            if is_late and number is not None and position not in state.moved:
+                # It was frozen in the step's passes so far, so that its velocity moves now.
+                factor, nesterov = self._options[number]
+                if factor:
+                    looks = factor * factor if nesterov else factor
+                    step[here].add_(state.velocity[here], alpha=looks)
+                    state.staged[here].sub_(state.velocity[here], alpha=1 - factor)
+            state.moved.add(position)
         return given._replace(gradient=step, weight=given.weight * given.grad_scale)
 
     @override
@@ -310,7 +325,11 @@ class OptimizerMomentum(GradientTransform):
         state = self._optimizer.state
         for parameter, velocity, sign in self._velocities():
             gathered = state[parameter].pop(_BUFFER, None) if parameter in state else None
-            if gathered is not None and not self._velocity_is_loaded:
+            if self._velocity_is_loaded:
+                continue
+            if gathered is None:  # a state of before the first step has none
+                velocity.zero_()
+            else:
                 velocity.copy_(sign * gathered)
         self._look_anew()
 

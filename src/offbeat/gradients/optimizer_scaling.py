@@ -456,6 +456,9 @@ class OptimizerScaling(GradientTransform):
         loaded with the session.
         """
         if not self._state_is_loaded:
+            for moments in self._moments.values():  # what the state lacks begins anew
+                for_each("zero_", [moments.mean, moments.square])
+                moments.steps[:] = [0.0] * len(moments.steps)
             self._take_gathered()
         self._forget_optimizer_state()
 

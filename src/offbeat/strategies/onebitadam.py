@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NoReturn
 
 import numpy as np
 import torch
@@ -67,6 +67,13 @@ class OneBitAdam(GradientStrategy):
     def values(self) -> ValueCodec:
         """How momentum travels."""
         return SignValues()
+
+    @override
+    def build_exchange(self, context: Context, **options: Any) -> NoReturn:
+        raise UnsupportedError(
+            "K-FAC changes the mean of gradients, and OneBitAdam sends momenta and takes the steps"
+            " itself; use exchange=offbeat.AllReduce()"
+        )
 
     @override
     def transform(self, context: Context) -> GradientTransform:
@@ -174,6 +181,19 @@ class FrozenAdam(GradientTransform):
         return self._frozen_at > 0
 
     @override
+    def take(self) -> None:
+        if not self._handles:
+            hook = self._optimizer.register_load_state_dict_post_hook
+            self._handles = [hook(lambda _: self._state_loaded())]
+
+    def _state_loaded(self) -> None:
+        """Moments of fewer steps than there were at the freeze are of before it."""
+        self._has_looked = False
+        steps = (float(state.get("step", 0)) for _, state in self._states())
+        if max(steps, default=0.0) < self._frozen_at:
+            self._frozen_at = 0.0
+
+    @override
     def init(self, bucket: Bucket, reduction: Reduction) -> None:
         self._groups[id(bucket)] = GroupRanges(bucket, self._optimizer)
 
@@ -248,6 +268,7 @@ class FrozenAdam(GradientTransform):
             for group, state in self._states():
                 regrow_(state, group, self._frozen_at)
         self._frozen_at = 0.0
+        super().give_back()
 
     # Events
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from typing_extensions import override
@@ -56,6 +56,13 @@ class QGenX(GradientStrategy):
     @override
     def reduction(self, bucket: Bucket, context: Context) -> Reduction:
         return AllReduce(codec=self.codec).reduction(bucket, context)
+
+    @override
+    def build_exchange(self, context: Context, **options: Any) -> NoReturn:
+        raise UnsupportedError(
+            "K-FAC takes one plain step after each exchange, so no step of QGenX would look ahead;"
+            " use exchange=offbeat.AllReduce(), which takes the same codec"
+        )
 
     @override
     def build(self, context: Context) -> Sequence[Callback]:
