@@ -97,6 +97,22 @@ def test_under_autocast_the_loss_is_as_exact_as_torchs(
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_in_half_precision_the_shares_of_many_labels_add_up(
+    monkeypatch: pytest.MonkeyPatch, draws: bool
+) -> None:
+    """They added up to more, since a sum of ones in bfloat16 ends at 256."""
+    monkeypatch.setattr(label_loss, "MOST_SCORES", 60)
+    row = [(label, 1.0) for label in range(300)]
+    labels = SparseRows.from_entries([row], num_columns=300).to_batch()
+    layer = LabelLayer(NUM_INPUTS, 300).bfloat16()
+    with torch.no_grad():
+        layer.weight.zero_()
+    candidates = draw_candidates(labels, num_labels=300, num_drawn=300) if draws else None
+    loss = layer(make_hidden(1).bfloat16(), labels, candidates)
+    assert loss.item() == pytest.approx(math.log(300), rel=1e-5)
+
+
 @given(listed=many_rows, most_scores=st.integers(1, 60))
 def test_pieces_change_neither_loss_nor_gradients(
     listed: list[dict[int, float]], most_scores: int

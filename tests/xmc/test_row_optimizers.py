@@ -173,6 +173,18 @@ def test_rows_listed_twice_add_up() -> None:
     torch.testing.assert_close(weight.detach()[3], before[3] - 1.0)
 
 
+def test_momentum_that_is_set_after_some_steps_is_torchs() -> None:
+    """The next step ended with a KeyError."""
+    ours, torchs = parameter(), parameter()
+    everything = set(range(NUM_ROWS))
+    both = ((ours, RowSGD([ours], 0.1)), (torchs, torch.optim.SGD([torchs], 0.1)))
+    for weight, optimizer in both:
+        for step in range(5):
+            optimizer.param_groups[0]["momentum"] = 0.9 if step > 1 else 0.0
+            train(optimizer, weight, [gradient(everything, step)])
+    torch.testing.assert_close(ours, torchs)
+
+
 def test_schedulers_and_closures_work() -> None:
     weight = parameter()
     before = weight.detach().clone()

@@ -236,8 +236,12 @@ def _widened(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _targets(labels: SparseBatch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and share of each label; shares of a row sum to 1, or are 0 where its values are."""
-    rows, values = labels.row_of_entry(), labels.values.to(dtype)
+    """Row and share of each label, at least in 32 bits; shares of a row sum to 1, or are 0 where
+    its values are.
+    """
+    # Half precision would round shares, and end sums of many labels at 256 or 2,048.
+    values = labels.values.to(torch.promote_types(dtype, torch.float32))
+    rows = labels.row_of_entry()
     sums = values.new_zeros(labels.num_rows).index_add_(0, rows, values)
     return rows, values / torch.where(sums > 0, sums, torch.ones_like(sums))[rows]
 

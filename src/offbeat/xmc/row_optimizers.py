@@ -65,7 +65,9 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         state, slot_names = self.state[parameter], self._slot_names(group)
         if not state:
             state[_STEP] = torch.tensor(0.0)
-            state.update((name, torch.zeros_like(parameter)) for name in slot_names)
+        for name in slot_names:
+            if name not in state:  # momentum may be set once steps were made without it
+                state[name] = torch.zeros_like(parameter)
         state[_STEP] += 1
         group = {**group, _STEP: int(state[_STEP])}
         slots = [state[name] for name in slot_names]
