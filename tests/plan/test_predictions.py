@@ -141,6 +141,16 @@ def test_an_adam_of_signs_is_predicted_to_send_less_in_each_of_its_phases() -> N
     assert 0 < local < dense / 32 / 8
 
 
+def test_momentum_travels_as_signs_once_second_moments_are_frozen() -> None:
+    def bytes_per_step(spec: str, steps: range | None = None) -> float:
+        return predict_step(spec, replace(setting(), steps=steps)).bytes_per_step
+
+    dense, signs = bytes_per_step("allreduce"), bytes_per_step("onebitadam")
+    assert dense / 32 < signs < dense / 30  # with a scale for 1,024 of them
+    both = bytes_per_step("onebitadam:freeze_step=6", range(12))
+    assert both == pytest.approx((dense + signs) / 2, rel=1e-3)
+
+
 @cache
 def planned_bytes(spec: str) -> float:
     return predict_step(spec, setting()).bytes_per_step
