@@ -484,6 +484,24 @@ def test_all_wait_for_one_of_many_workers_that_is_named() -> None:
     assert predict_step("elasticsgd", late).step_s > 2.0
 
 
+@pytest.mark.parametrize(
+    "spec", ["adaptive:warmup=0:optimizer_state=local:overlap=false", "wagma:overlap=false"]
+)
+def test_many_workers_in_two_racks_share_their_connections(spec: str) -> None:
+    """32 share 40 MB/s between racks, and have 1 GB/s each within them."""
+    where = setting("8gbit", 64)
+    racks = RackSpec(size=32, rate_bit_per_s=3.2e8)
+    apart = replace(where, cluster=where.cluster.changed(racks=racks))
+    assert predict_step(spec, apart).step_s > 1.5 * predict_step(spec, where).step_s
+
+
+def test_all_wait_for_the_slow_link_of_one_of_many_workers() -> None:
+    where = setting("8gbit", 64)
+    cluster = where.cluster.changed(links={40: LinkSpec(rate_bit_per_s=8e6)})
+    slow = predict_step("elasticsgd", replace(where, cluster=cluster))
+    assert slow.step_s > 1.5 * predict_step("elasticsgd", where).step_s
+
+
 @pytest.mark.parametrize("delay", ["1x2s:1%", "1x2s:30%", "rank1x1s:5%,rank2x1s:5%", "1x10s:0.2%"])
 def test_a_delay_that_is_rare_is_in_the_mean_step_of_those_who_wait(delay: str) -> None:
     where = setting("8gbit", delay=delay)

@@ -26,7 +26,7 @@ from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat.strategies.onebitadam import OneBitAdam
 from offbeat.transport.operations import Collective
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps
+from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps, fewer_of
 from offbeat_lab.plan.simulation import FEW_WORKERS, Setting, Simulated
 
 
@@ -201,7 +201,7 @@ def _few_of(cluster: Cluster) -> Cluster:
         speeds = sorted(cluster.speeds)
         taken = [speeds[place * len(speeds) // FEW_WORKERS] for place in range(FEW_WORKERS)]
         cluster = cluster.changed(speeds=tuple(taken))
-    return cluster.left_with(FEW_WORKERS)
+    return fewer_of(cluster, FEW_WORKERS)
 
 
 def method_of(name: str, recipe: Any) -> StrategySteps:

@@ -35,7 +35,7 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat_lab.cluster import Cluster
+from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.plan.methods.planned_rank import PlannedMachine, PlannedRank, PlannedTimeline
 from offbeat_lab.plan.profile import DTYPES, FLOAT_BYTES, Layer, ModelProfile
 from offbeat_lab.plan.simulation import FEW_WORKERS, ClosedForm, Run, Setting, Simulated
@@ -208,23 +208,42 @@ class StrategySteps:
         return range(first, first + count * size)
 
 
+def fewer_of(cluster: Cluster, workers: int) -> Cluster:
+    """So many of its workers, in as many racks, each of which has its part of a rack's connection;
+    as large a share has slower links, but of each kind one at least.
+    """
+    links: dict[int, LinkSpec] = {}
+    # Of two links that fall to one worker it gets the slower one.
+    for link in sorted(dict.fromkeys(cluster.links.values()), key=lambda one: -one.bytes_per_s):
+        who = tuple(worker for worker, one in cluster.links.items() if one == link)
+        links |= dict.fromkeys(_among_few(workers, cluster, who), link)
+    racks = cluster.racks
+    if racks is not None and racks.size < cluster.workers:
+        size = min(workers - 1, max(1, round(racks.size * workers / cluster.workers)))
+        rate_bit_per_s = racks.rate_bit_per_s * size / racks.size
+        racks = racks.model_copy(update={"size": size, "rate_bit_per_s": rate_bit_per_s})
+    return cluster.left_with(workers).changed(links=links, racks=racks)
+
+
+def _among_few(workers: int, cluster: Cluster, who: tuple[int, ...]) -> tuple[int, ...]:
+    """As many of so few workers as `who` are of all, but one at least, who keep their speeds."""
+    most = max(1, round(len(who) * workers / cluster.workers))
+    return tuple(sorted({worker % workers for worker in who})[:most])
+
+
 def _thinned(cluster: Cluster, workers: int) -> Cluster:
     """So many of its workers, of whom as large a share is late, but of each kind one at least."""
 
-    def fewer(number: int) -> int:
-        return max(1, round(number * workers / cluster.workers))
-
     def among_few(who: int | tuple[int, ...]) -> int | tuple[int, ...]:
         if isinstance(who, int):
-            return fewer(who)
-        # Which keep their speeds.
-        return tuple(sorted({worker % workers for worker in who})[: fewer(len(who))])
+            return max(1, round(who * workers / cluster.workers))
+        return _among_few(workers, cluster, who)
 
     late = [
         entry.model_copy(update={"workers": among_few(entry.workers)})
         for entry in cluster.straggling
     ]
-    return cluster.left_with(workers).changed(straggling=tuple(late))
+    return fewer_of(cluster, workers).changed(straggling=tuple(late))
 
 
 def laid_out(profile: ModelProfile) -> tuple[list[TensorProfile], list[Layer]]:
