@@ -107,6 +107,15 @@ def test_halves_of_an_all_reduce_hide_behind_both_passes_and_divide_the_optimize
     assert whole.memory_bytes - halves.memory_bytes == pytest.approx(3 / 4 * 4e6, rel=1e-3)
 
 
+def test_the_first_of_accumulated_passes_waits_for_parameters() -> None:
+    where = setting("160mbit")  # .0375 s for half a bucket of four
+    four = replace(where, profile=MODEL.accumulated(4))
+    found = predict_recipe("dear", "dear", lent(DeAR(), bucket_mib=1.0), four)
+    # The last layer computes behind four gathers. What follows hides all but the last scatter.
+    first_s, others_s = 4 * 0.0375 + 0.1 / 4 + 0.2, 3 * 0.3
+    assert found.step_s == pytest.approx(first_s + others_s + 0.0375, rel=WITH_TALLIES)
+
+
 LOCAL = "localsgd:warmup=0:optimizer_state=local"
 
 

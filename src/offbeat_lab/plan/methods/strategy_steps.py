@@ -154,6 +154,7 @@ class StrategySteps:
         timeline = PlannedTimeline(
             tensors=tensors,
             forward_s=profile.batch.forward_s - profile.padding_s,
+            earlier_s=profile.earlier_s,
             backward_s=profile.batch.backward_s,
             optimizer_s=profile.optimizer_s,
             moments=round(profile.moments),
