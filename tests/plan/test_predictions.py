@@ -205,6 +205,15 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     assert 12 * simulated_s("dkfac", first) == pytest.approx(expected_s, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "spec", ["localsgd:period=4:start_step=", "onebitadam:freeze_step=", "topk:warmup=1.0x"]
+)
+def test_a_plan_shows_the_steps_behind_a_long_warm_up(spec: str) -> None:
+    short, long = (predict_step(f"{spec}{steps}", setting()).step_s for steps in (10, 50_000))
+    assert long == pytest.approx(short)
+    assert long < predict_step("allreduce", setting()).step_s / 2
+
+
 def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
     where = Setting(profile=few_layers(), cluster=from_flags(workers=4, link="1gbit"))
     whole, cut = (

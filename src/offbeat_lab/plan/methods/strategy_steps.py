@@ -22,6 +22,7 @@ from offbeat.collectives.base import Exchanged
 from offbeat.errors import ConfigError
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import factor_shape
+from offbeat.simulation.measured import LATER
 from offbeat.simulation.training import TensorProfile, carry_out, fused
 from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat.strategies.kfac import KFACStrategy
@@ -47,6 +48,11 @@ _NAMES: Final[dict[Any, str]] = {
 _LATE: Final = 1 << 40
 """A number of steps after which no period grows any more."""
 
+_MUCH_LATER: Final = 100_000
+"""A step behind long warm-ups too. Where samples are shared out it is `LATER`, since ranks remember
+the order of all that come before.
+"""
+
 _MERGES: Final = 48
 """Of all ranks together, those that are simulated at most to see how long mega-batches take."""
 
@@ -66,6 +72,7 @@ class StrategySteps:
     Attributes:
         steps_in_a_period: steps after which its exchanges repeat.
         kind_of: as `Strategy.step_kinds` says.
+        later: the first step that is simulated where none are asked for, or one soon after it.
         least_steps: as many are simulated at least, where none are asked for.
         most_tensors: of all simulated workers together.
         host_bytes: of `extra_bytes`, those that lie in the memory of a GPU's host.
@@ -85,6 +92,7 @@ class StrategySteps:
             settings = strategy.settings()
             period = max(settings.factor_interval, settings.inverse_interval)
         self.steps_in_a_period, self.kind_of = period, strategy.step_kinds()
+        self.later = LATER if strategy.shares_samples else _MUCH_LATER
         self.extra_bytes = extra_bytes
 
     def period_of(self, world_size: int) -> int:
