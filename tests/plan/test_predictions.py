@@ -107,6 +107,15 @@ def test_halves_of_an_all_reduce_hide_behind_both_passes_and_divide_the_optimize
     assert whole.memory_bytes - halves.memory_bytes == pytest.approx(3 / 4 * 4e6, rel=1e-3)
 
 
+def test_the_first_of_accumulated_passes_waits_for_parameters() -> None:
+    where = setting("160mbit")  # .0375 s for half a bucket of four
+    four = replace(where, profile=MODEL.accumulated(4))
+    found = predict_recipe("dear", "dear", lent(DeAR(), bucket_mib=1.0), four)
+    # The last layer computes behind four gathers. What follows hides all but the last scatter.
+    first_s, others_s = 4 * 0.0375 + 0.1 / 4 + 0.2, 3 * 0.3
+    assert found.step_s == pytest.approx(first_s + others_s + 0.0375, rel=WITH_TALLIES)
+
+
 LOCAL = "localsgd:warmup=0:optimizer_state=local"
 
 
@@ -139,6 +148,16 @@ def test_an_adam_of_signs_is_predicted_to_send_less_in_each_of_its_phases() -> N
     assert dense / 4 < second_moments < dense
     assert dense / 32 < signs < second_moments / 2
     assert 0 < local < dense / 32 / 8
+
+
+def test_momentum_travels_as_signs_once_second_moments_are_frozen() -> None:
+    def bytes_per_step(spec: str, steps: range | None = None) -> float:
+        return predict_step(spec, replace(setting(), steps=steps)).bytes_per_step
+
+    dense, signs = bytes_per_step("allreduce"), bytes_per_step("onebitadam")
+    assert dense / 32 < signs < dense / 30  # with a scale for 1,024 of them
+    both = bytes_per_step("onebitadam:freeze_step=6", range(12))
+    assert both == pytest.approx((dense + signs) / 2, rel=1e-3)
 
 
 @cache
@@ -184,6 +203,15 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     # Factors in steps 0 to 10, inversions in 0, 1, 2, 4 and 8.
     expected_s = 5 * all_s + 6 * factors_s + one_s
     assert 12 * simulated_s("dkfac", first) == pytest.approx(expected_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "spec", ["localsgd:period=4:start_step=", "onebitadam:freeze_step=", "topk:warmup=1.0x"]
+)
+def test_a_plan_shows_the_steps_behind_a_long_warm_up(spec: str) -> None:
+    short, long = (predict_step(f"{spec}{steps}", setting()).step_s for steps in (10, 50_000))
+    assert long == pytest.approx(short)
+    assert long < predict_step("allreduce", setting()).step_s / 2
 
 
 def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
@@ -472,6 +500,24 @@ def test_as_large_a_share_of_many_workers_is_late_as_of_the_few_that_are_simulat
 def test_all_wait_for_one_of_many_workers_that_is_named() -> None:
     late = setting("8gbit", 64, delay="rank40x2s")
     assert predict_step("elasticsgd", late).step_s > 2.0
+
+
+@pytest.mark.parametrize(
+    "spec", ["adaptive:warmup=0:optimizer_state=local:overlap=false", "wagma:overlap=false"]
+)
+def test_many_workers_in_two_racks_share_their_connections(spec: str) -> None:
+    """32 share 40 MB/s between racks, and have 1 GB/s each within them."""
+    where = setting("8gbit", 64)
+    racks = RackSpec(size=32, rate_bit_per_s=3.2e8)
+    apart = replace(where, cluster=where.cluster.changed(racks=racks))
+    assert predict_step(spec, apart).step_s > 1.5 * predict_step(spec, where).step_s
+
+
+def test_all_wait_for_the_slow_link_of_one_of_many_workers() -> None:
+    where = setting("8gbit", 64)
+    cluster = where.cluster.changed(links={40: LinkSpec(rate_bit_per_s=8e6)})
+    slow = predict_step("elasticsgd", replace(where, cluster=cluster))
+    assert slow.step_s > 1.5 * predict_step("elasticsgd", where).step_s
 
 
 @pytest.mark.parametrize("delay", ["1x2s:1%", "1x2s:30%", "rank1x1s:5%,rank2x1s:5%", "1x10s:0.2%"])

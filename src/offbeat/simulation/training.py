@@ -197,6 +197,7 @@ class Timeline:
     Attributes:
         tensors: parameters, in the order of the model.
         forward_s: the forward pass.
+        earlier_s: the part of it in which gradients of earlier batches are accumulated.
         backward_s: the backward pass.
         optimizer_s: the optimizer's step.
         moments: what the optimizer keeps of each parameter, in tensors of its size.
@@ -209,6 +210,7 @@ class Timeline:
     optimizer_s: float
     moments: int
     dtype: torch.dtype = torch.float32
+    earlier_s: float = 0.0
 
 
 class Buildable(Protocol):
@@ -487,17 +489,19 @@ class SimulatedModel(torch.nn.Module):
     @override
     def forward(self, size: float, waiting: Sequence[Callback]) -> torch.Tensor | None:
         """With a batch `size` times the usual one, where `waiting` are told of each parameter
-        before it is needed: as long after the begin as its gradient is ready before the end.
+        before it is needed: as long after the begin of the first pass as its gradient is ready
+        before the end of the last one.
         """
         rank, timeline, now = self.rank, self.timeline, 0.0
+        pass_s = timeline.forward_s - timeline.earlier_s
         tensors = timeline.tensors if waiting else ()
         for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].ready):
             needed = 1 - tensors[index].ready
-            rank.compute(size * (needed - now) * timeline.forward_s)
+            rank.compute(size * (needed - now) * pass_s)
             now = needed
             for callback in waiting:
                 callback.on_parameters_needed([index])
-        rank.compute(size * (1 - now) * timeline.forward_s)
+        rank.compute(size * (timeline.forward_s - now * pass_s))
         return None
 
     def backward(self, tensor: int) -> None:

@@ -193,6 +193,8 @@ class ModelProfile:
         activation_bytes: what a batch keeps in it for the backward pass; 0: unknown.
         tokens_per_sample: of text; 0: samples are something else.
         padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
+        earlier_s: the part of the forward pass in which batches are accumulated, from the backward
+            pass of the first one to the forward pass of the last one.
         tensors: parameters, in the order of the model.
         select_s_per_element: residual and selection of the largest entries, for each element.
         selectors: the same by other selectors; those that are not named here cost as much.
@@ -249,6 +251,7 @@ class ModelProfile:
     hook_s_per_element: float = 0.0
     hook_s_per_element_and_rank: float = 0.0
     padding_s: float = 0.0
+    earlier_s: float = 0.0
     spread: float = 0.0
     moments: float = 1.0
     frozen_bytes: float = 0.0
@@ -445,7 +448,8 @@ class ModelProfile:
             batch_size=batches * batch.batch_size,
             forward_s=before_s + batch.forward_s,
         )
-        return replace(self, batches=(larger,), factors_s=batches * self.factors_s)
+        factors_s = batches * self.factors_s
+        return replace(self, batches=(larger,), earlier_s=before_s, factors_s=factors_s)
 
     def on_island(self, devices: int, bytes_per_s: float) -> ModelProfile:
         """The same model on a node whose devices divide it by FSDP, each of which takes a batch.

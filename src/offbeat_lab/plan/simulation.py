@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
-from offbeat.simulation.measured import LATER
 from offbeat.simulation.training import LEAD_IN, with_lead_in
 from offbeat.simulation.virtual import DenseLinks, Tree, VirtualCluster, VirtualLink, VirtualRacks
 from offbeat.simulation.virtual_driver import SleepUntil
@@ -79,6 +78,7 @@ _MOST_STEPS = 200
 _FEW_OF_A_KIND = 2
 _TRIED_STEPS, _ALIKE = 4096, 0.01
 _FIRST_SPECIAL_STEPS = 4  # by which what is chosen when some have been measured has been chosen
+_KINDS_AMONG = 10_000  # steps, of which as many are of each kind as of all later ones
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -431,12 +431,12 @@ class Run:
             if setting.steps is not None:
                 steps = setting.steps[-setting.num_steps :]
             else:
-                first = -(-LATER // period) * period
+                first = -(-method.later // period) * period
                 least = max(setting.num_steps, method.least_steps)
                 steps = range(first, first + -(-least // period) * period)
             return dict.fromkeys(with_lead_in(steps), 0.0) | dict.fromkeys(steps, 1 / len(steps))
         steps_of: dict[Hashable, list[int]] = {}
-        all_steps = setting.steps or range(LATER, 2 * LATER)
+        all_steps = setting.steps or range(method.later, method.later + _KINDS_AMONG)
         for step in all_steps:
             steps_of.setdefault(kind_of(step), []).append(step)
         usual = max(steps_of, key=lambda kind: len(steps_of[kind]))

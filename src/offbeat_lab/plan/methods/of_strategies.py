@@ -5,12 +5,14 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
+import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import ConfigError
@@ -21,9 +23,10 @@ from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
+from offbeat.strategies.onebitadam import OneBitAdam
 from offbeat.transport.operations import Collective
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps
+from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps, fewer_of
 from offbeat_lab.plan.simulation import FEW_WORKERS, Setting, Simulated
 
 
@@ -113,6 +116,31 @@ def message_sizes(shapes: Iterable[tuple[int, ...]], rank: int) -> tuple[int, in
     return whole, first, second
 
 
+@dataclass(frozen=True, kw_only=True)
+class FreezingSteps(OneBitAdam):
+    """With an Adam that has taken all steps of the run, whatever the profile's optimizer is."""
+
+    @override
+    def build(self, context: Context) -> Sequence[Callback]:
+        assert context.optimizer is not None
+        num_steps = torch.zeros(())
+        for parameter in context.parameters.values():
+            moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), parameter.detach())
+            context.optimizer.state[parameter] = {"step": num_steps, **moments}
+        return [_StepCount(num_steps, context.driver), *super().build(context)]
+
+
+class _StepCount(Callback):
+    """Lets `num_steps` be that of the steps before the one that begins."""
+
+    def __init__(self, num_steps: torch.Tensor, simulated: Any) -> None:
+        self._num_steps, self._simulated = num_steps, simulated
+
+    @override
+    def on_forward_begins(self, *, trains: bool) -> None:
+        self._num_steps.fill_(self._simulated.step)
+
+
 _LEAST_STEPS: Final = 20
 """Averages of slow links take several steps to come."""
 
@@ -173,7 +201,7 @@ def _few_of(cluster: Cluster) -> Cluster:
         speeds = sorted(cluster.speeds)
         taken = [speeds[place * len(speeds) // FEW_WORKERS] for place in range(FEW_WORKERS)]
         cluster = cluster.changed(speeds=tuple(taken))
-    return cluster.left_with(FEW_WORKERS)
+    return fewer_of(cluster, FEW_WORKERS)
 
 
 def method_of(name: str, recipe: Any) -> StrategySteps:
@@ -196,6 +224,8 @@ def method_of(name: str, recipe: Any) -> StrategySteps:
             strategy = HalfPrecisionSteps()
         case "ddp-powersgd":
             strategy = LowRankSteps(rank=recipe.rank, start_step=recipe.start_step)
+        case "onebitadam":
+            strategy = FreezingSteps(freeze_step=recipe.freeze_step)
         case "post-localsgd":
             local = {"start_step": recipe.start_step, "optimizer_state": "local"}
             strategy = LocalSGD(period=recipe.period, warmup=0, **local)

@@ -301,13 +301,16 @@ class _LayeredModel(SimulatedModel):
                 self.register_parameter(f"tensor_{number}", parameter)
         whole = sum(one.num_positions * one.a_dim * one.g_dim for one in layers)
         looks = sum(one.num_positions * (one.a_dim**2 + one.g_dim**2) for one in layers)
-        self._product_s = self.timeline.forward_s / (whole or 1)
+        pass_s = self.timeline.forward_s - self.timeline.earlier_s
+        self._product_s = pass_s / (whole or 1)
         self._look_s = self.timeline.looks_s / (looks or 1)
 
     @override
     def forward(self, size: float, waiting: Sequence[Callback]) -> torch.Tensor | None:
         rank, timeline, self.coming_s = self.rank, self.timeline, 0.0
         output: torch.Tensor | None = None
+        if timeline.layers:  # whose factors are complete with the last batch
+            rank.compute(size * timeline.earlier_s)
         for layer, linear in zip(timeline.layers, self.linears, strict=True):
             shape = timeline.batch_size, layer.num_positions, layer.a_dim
             look_s = self._look_s * layer.num_positions

@@ -22,6 +22,7 @@ from offbeat.collectives.base import Exchanged
 from offbeat.errors import ConfigError
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import factor_shape
+from offbeat.simulation.measured import LATER
 from offbeat.simulation.training import TensorProfile, carry_out, fused
 from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat.strategies.kfac import KFACStrategy
@@ -35,7 +36,7 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat_lab.cluster import Cluster
+from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.plan.methods.planned_rank import PlannedMachine, PlannedRank, PlannedTimeline
 from offbeat_lab.plan.profile import DTYPES, FLOAT_BYTES, Layer, ModelProfile
 from offbeat_lab.plan.simulation import FEW_WORKERS, ClosedForm, Run, Setting, Simulated
@@ -46,6 +47,11 @@ _NAMES: Final[dict[Any, str]] = {
 
 _LATE: Final = 1 << 40
 """A number of steps after which no period grows any more."""
+
+_MUCH_LATER: Final = 100_000
+"""A step behind long warm-ups too. Where samples are shared out it is `LATER`, since ranks remember
+the order of all that come before.
+"""
 
 _MERGES: Final = 48
 """Of all ranks together, those that are simulated at most to see how long mega-batches take."""
@@ -66,6 +72,7 @@ class StrategySteps:
     Attributes:
         steps_in_a_period: steps after which its exchanges repeat.
         kind_of: as `Strategy.step_kinds` says.
+        later: the first step that is simulated where none are asked for, or one soon after it.
         least_steps: as many are simulated at least, where none are asked for.
         most_tensors: of all simulated workers together.
         host_bytes: of `extra_bytes`, those that lie in the memory of a GPU's host.
@@ -85,6 +92,7 @@ class StrategySteps:
             settings = strategy.settings()
             period = max(settings.factor_interval, settings.inverse_interval)
         self.steps_in_a_period, self.kind_of = period, strategy.step_kinds()
+        self.later = LATER if strategy.shares_samples else _MUCH_LATER
         self.extra_bytes = extra_bytes
 
     def period_of(self, world_size: int) -> int:
@@ -154,6 +162,7 @@ class StrategySteps:
         timeline = PlannedTimeline(
             tensors=tensors,
             forward_s=profile.batch.forward_s - profile.padding_s,
+            earlier_s=profile.earlier_s,
             backward_s=profile.batch.backward_s,
             optimizer_s=profile.optimizer_s,
             moments=round(profile.moments),
@@ -208,23 +217,42 @@ class StrategySteps:
         return range(first, first + count * size)
 
 
+def fewer_of(cluster: Cluster, workers: int) -> Cluster:
+    """So many of its workers, in as many racks, each of which has its part of a rack's connection;
+    as large a share has slower links, but of each kind one at least.
+    """
+    links: dict[int, LinkSpec] = {}
+    # Of two links that fall to one worker it gets the slower one.
+    for link in sorted(dict.fromkeys(cluster.links.values()), key=lambda one: -one.bytes_per_s):
+        who = tuple(worker for worker, one in cluster.links.items() if one == link)
+        links |= dict.fromkeys(_among_few(workers, cluster, who), link)
+    racks = cluster.racks
+    if racks is not None and racks.size < cluster.workers:
+        size = min(workers - 1, max(1, round(racks.size * workers / cluster.workers)))
+        rate_bit_per_s = racks.rate_bit_per_s * size / racks.size
+        racks = racks.model_copy(update={"size": size, "rate_bit_per_s": rate_bit_per_s})
+    return cluster.left_with(workers).changed(links=links, racks=racks)
+
+
+def _among_few(workers: int, cluster: Cluster, who: tuple[int, ...]) -> tuple[int, ...]:
+    """As many of so few workers as `who` are of all, but one at least, who keep their speeds."""
+    most = max(1, round(len(who) * workers / cluster.workers))
+    return tuple(sorted({worker % workers for worker in who})[:most])
+
+
 def _thinned(cluster: Cluster, workers: int) -> Cluster:
     """So many of its workers, of whom as large a share is late, but of each kind one at least."""
 
-    def fewer(number: int) -> int:
-        return max(1, round(number * workers / cluster.workers))
-
     def among_few(who: int | tuple[int, ...]) -> int | tuple[int, ...]:
         if isinstance(who, int):
-            return fewer(who)
-        # Which keep their speeds.
-        return tuple(sorted({worker % workers for worker in who})[: fewer(len(who))])
+            return max(1, round(who * workers / cluster.workers))
+        return _among_few(workers, cluster, who)
 
     late = [
         entry.model_copy(update={"workers": among_few(entry.workers)})
         for entry in cluster.straggling
     ]
-    return cluster.left_with(workers).changed(straggling=tuple(late))
+    return fewer_of(cluster, workers).changed(straggling=tuple(late))
 
 
 def laid_out(profile: ModelProfile) -> tuple[list[TensorProfile], list[Layer]]:
