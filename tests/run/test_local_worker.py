@@ -269,6 +269,23 @@ def test_a_session_ends_well_though_the_disk_takes_no_summary(
     assert "the record is not complete: cannot write" in caplog.text
 
 
+def test_nobody_waits_for_a_summary_that_the_disk_does_not_take(tmp_path: Path) -> None:
+    """Of ranks that a supervisor watches: the one that writes has ended well, and is not dead."""
+    path = recorded_run(tmp_path)
+    coordinator = Coordinator(dist.HashStore(), 0, 1, supervised=True)
+    opened = OpenRecord(record=RunDirectory(path), coordinator=coordinator)
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        train(session, model, optimizer)
+    (path / ".summary.json.tmp").mkdir()
+    recorder.end()
+    assert Record(path).summary() is None
+    assert coordinator.published("summary") is not None
+
+
 def test_a_metric_that_the_script_never_logs_is_missed(tmp_path: Path) -> None:
     path = recorded_run(tmp_path, metric="acuracy")
     recorder = recorder_of(path)

@@ -288,7 +288,13 @@ class ScriptRecorder(SessionObserver, ModelListener):
                 ends = gather_ends(recorder, notices, patience_s=self._patience_s, step=0)
                 if ends is not None:
                     model = recorder.run.attached.model
-                    write_end(recorder, ends, self._measured(recorder), model, finished=True)
+                    try:
+                        write_end(recorder, ends, self._measured(recorder), model, finished=True)
+                    except (OffbeatError, RuntimeError):
+                        # The others wait for a summary until this rank is dead, and it is about to
+                        # end well.
+                        recorder.run.coordinator.publish("summary", "not written")
+                        raise
         # The second kind is of the group's store: a rank takes longer than the group's timeout, as
         # to evaluate by itself, or has gone. This one has said what the summary needs of it.
         except (OffbeatError, RuntimeError) as error:
