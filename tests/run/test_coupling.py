@@ -188,6 +188,25 @@ def test_what_belongs_to_a_step_that_a_scaler_leaves_out_is_in_none_of_the_recor
     assert [event.batch_size for event in events] == [4, 4]
 
 
+def test_a_step_is_not_said_to_be_skipped_after_one_that_a_scaler_has_left_out(
+    group: None, tmp_path: Path
+) -> None:
+    with recorded(tmp_path / "record"):
+        ddp = DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (torch.inf, 1.0):
+            scaler.scale(factor * ddp(X).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    record = Record(tmp_path / "record")
+    summary = record.summary()
+    assert summary is not None
+    assert summary.skipped_steps == 1
+    assert [(event.step, event.skipped) for event in record.events(0)] == [(1, False)]
+
+
 @pytest.mark.parametrize(
     "module",
     ["torch.utils.data.loading", "torch.distributed.checkpoint._async_process_executor"],

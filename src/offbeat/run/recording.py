@@ -199,6 +199,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """A scaler has taken a step of `optimizer`, or left it out."""
         if optimizer is self._optimizer:
+            # One that was taken is over by now.
+            if self._is_attached and self._step_has_begun and self._recorder is not None:
+                self._recorder.step_left_out()
             self._step_is_over()
 
     def evaluates(self) -> None:

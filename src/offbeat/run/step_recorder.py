@@ -246,6 +246,17 @@ class StepRecorder:
         self.restart_clock(now_s)
         return event
 
+    def step_left_out(self) -> None:
+        """A scaler has left a step out: what was counted since the event before belongs to no step,
+        but its time is training time.
+        """
+        now_s, session = time.monotonic(), self.run.attached.session
+        self.seconds += now_s - self._since_s
+        self._before = session.stats
+        session.take_ready_at_s()
+        session.take_arrivals()
+        self.restart_clock(now_s)
+
     def _report_if_due(self) -> None:
         now_s, schedule, stats = self._since_s, self.run.schedule, self._before
         if (
