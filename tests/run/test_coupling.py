@@ -244,6 +244,25 @@ def test_models_that_a_script_has_let_go_of_are_not_kept(stack: ExitStack) -> No
     assert [session() is None for session in sessions] == [True, True, True, False]
 
 
+def num_dead_references() -> int:
+    gc.collect()
+    return sum(type(each) is weakref.ref and each() is None for each in gc.get_objects())
+
+
+def test_of_optimizers_that_a_script_makes_in_each_step_nothing_is_kept(stack: ExitStack) -> None:
+    """As for an attack on each batch, or for the inner steps of a meta-learner."""
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    step(ddp, optimizer)
+    before = num_dead_references()
+    for _ in range(100):
+        torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1.0)
+        step(ddp, optimizer)
+    assert num_dead_references() - before < 50
+    assert script.heard.optimizers == [optimizer]
+
+
 def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStack) -> None:
     script = Script(offbeat.AllReduce(), stack)
     ddp = DistributedDataParallel(nn.Linear(3, 1))
