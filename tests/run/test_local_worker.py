@@ -301,6 +301,23 @@ def test_a_metric_that_the_script_never_logs_is_missed(tmp_path: Path) -> None:
     assert any("has logged no 'acuracy'" in notice for notice in summary.notices)
 
 
+def test_what_is_logged_beside_the_metric_may_be_no_number(tmp_path: Path) -> None:
+    path = recorded_run(tmp_path)
+    recorder = recorder_of(path)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        train(session, model, optimizer)
+        session.log(accuracy=0.75, f1=0.5, val_loss=torch.nan, grad_norm=torch.inf)
+    recorder.end()
+    record = Record(path)
+    assert record.evaluations()[-1].others["grad_norm"] == torch.inf
+    summary = record.summary()
+    assert summary is not None
+    assert (summary.metric, summary.other_metrics) == (0.75, {"f1": 0.5})
+
+
 def test_losses_of_what_is_trained_between_two_sessions_are_in_no_step(tmp_path: Path) -> None:
     path = recorded_run(tmp_path)
     recorder = recorder_of(path)
