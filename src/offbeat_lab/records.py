@@ -19,6 +19,7 @@ from offbeat.run.records import (
     CONFIG,
     EVALUATIONS,
     EVENTS_KIND,
+    MOST_MEASURED,
     SUMMARY,
     Evaluation,
     Head,
@@ -38,11 +39,6 @@ here.
 
 _MOST_CHANNEL: Final = 1 << 63
 """No channel of an arrival is larger; it is a name, with which nothing is computed."""
-
-_MOST_MEASURED: Final = 1e40
-"""No metric or loss that is finite is larger; of a run that diverges they come to what float32
-holds.
-"""
 
 _MEASURED: Final = frozenset(
     {"metric", "loss", "others", "other_metrics", "target", "final_metric"}
@@ -377,5 +373,5 @@ def _fits(of: str, value: float) -> bool:
     if isinstance(value, int):
         return abs(value) <= (_MOST_CHANNEL if of == _ARRIVALS else _MOST)
     if of in _MEASURED:
-        return not math.isfinite(value) or abs(value) <= _MOST_MEASURED
+        return not math.isfinite(value) or abs(value) <= MOST_MEASURED
     return abs(value) <= _MOST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -316,6 +317,27 @@ def test_what_is_logged_beside_the_metric_may_be_no_number(tmp_path: Path) -> No
     summary = record.summary()
     assert summary is not None
     assert (summary.metric, summary.other_metrics) == (0.75, {"f1": 0.5})
+
+
+def test_a_metric_that_float32_does_not_hold_is_infinite_in_a_record(tmp_path: Path) -> None:
+    """As the perplexity of a run that diverges."""
+    path = recorded_run(tmp_path)
+    recorder = recorder_of(path)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        for loss in (1.0, 100.0):
+            model(torch.ones(5, 2)).sum().backward()
+            optimizer.step()
+            session.log(perplexity=math.exp(loss), loss=math.exp(loss))
+    recorder.end()
+    record = Record(path)
+    assert [e.metric for e in record.evaluations()] == [math.exp(1.0), math.inf]
+    assert [event.loss for event in record.events(0)] == [math.exp(1.0), None]
+    summary = record.summary()
+    assert summary is not None
+    assert summary.metric is None
 
 
 def test_losses_of_what_is_trained_between_two_sessions_are_in_no_step(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.coordination import Coordinator, group_store
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
-from offbeat.run.records import Evaluation, RunDirectory, begin_attempt, create
+from offbeat.run.records import Evaluation, RunDirectory, as_measured, begin_attempt, create
 from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
 from offbeat.run.step_recorder import (
     AttachedModel,
@@ -257,7 +257,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     @override
     def logged(self, values: Mapping[str, float]) -> None:
-        if "loss" in values and math.isfinite(values["loss"]):
+        if "loss" in values and math.isfinite(as_measured(values["loss"])):
             self._loss_logged(values["loss"])
         if self._recorder is not None:
             self._recorder.logged(values)

@@ -17,7 +17,7 @@ from torch import nn
 from offbeat.callbacks.callback import Decision
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import ELAPSED_VARIABLE, Remark, Reporter, WorkerProgress
-from offbeat.run.records import Evaluation, EventWriter, RunDirectory, StepEvent
+from offbeat.run.records import Evaluation, EventWriter, RunDirectory, StepEvent, as_measured
 from offbeat.session.loggers import LiveMetrics, named_loggers
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session, Stats
@@ -309,10 +309,10 @@ class StepRecorder:
             step=self.run.schedule.position.step,
             seconds=earlier_s + self.elapsed_s,
             bytes_sent=earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
-            metric=metric,
+            metric=as_measured(metric),
             at_s=time.monotonic(),
             rank=self.run.coordinator.rank,
-            others=others,
+            others={name: as_measured(value) for name, value in others.items()},
             without=sorted(without),
         )
 
