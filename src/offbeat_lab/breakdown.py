@@ -4,6 +4,7 @@ transfer. Whether one worker is the slow one is decided here, for findings and t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -239,9 +240,12 @@ _ADD_UP: Final = (
 )
 
 
-def read_steps(record: Record) -> Steps:
-    """The events of all ranks of `record`. Raises `RecordError` for a damaged one."""
-    by_rank = [_by_step(record.events(rank)) for rank in range(record.config.workers)]
+def read_steps(record: Record, *, last_bytes: float = math.inf) -> Steps:
+    """The events of all ranks of `record`, as far as they are in the last `last_bytes` of their
+    files. Raises `RecordError` for a damaged one.
+    """
+    ranks = range(record.config.workers)
+    by_rank = [_by_step(record.events(rank, last_bytes=last_bytes)) for rank in ranks]
     merged = np.array([mega_batch.step for mega_batch in record.mega_batches()], dtype=np.int64)
     numbers = sorted(set().union(*by_rank))
     hosts = [heads[-1] if (heads := record.heads(rank)) else None for rank in range(len(by_rank))]

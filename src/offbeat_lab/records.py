@@ -19,6 +19,7 @@ from offbeat.run.records import (
     CONFIG,
     EVALUATIONS,
     EVENTS_KIND,
+    MOST_MEASURED,
     SUMMARY,
     Evaluation,
     Head,
@@ -38,11 +39,6 @@ here.
 
 _MOST_CHANNEL: Final = 1 << 63
 """No channel of an arrival is larger; it is a name, with which nothing is computed."""
-
-_MOST_MEASURED: Final = 1e40
-"""No metric or loss that is finite is larger; of a run that diverges they come to what float32
-holds.
-"""
 
 _MEASURED: Final = frozenset(
     {"metric", "loss", "others", "other_metrics", "target", "final_metric"}
@@ -182,18 +178,22 @@ class Record(RunDirectory):
     def checkpoint_root(self) -> Path:
         return self.path / "checkpoint"
 
-    def events(self, rank: int) -> Iterator[StepEvent]:
+    def events(self, rank: int, *, last_bytes: float = math.inf) -> Iterator[StepEvent]:
         """Rank `rank`'s steps in order, without those that a resume took back.
 
         Nor those of a worker that died, past the step at which it came back: it has done them
         again.
+
+        Args:
+            rank: which one.
+            last_bytes: of its file, in which steps are looked for; by default all of it.
 
         Raises:
             RecordError: a line that is not one of an event file.
         """
         path = events_path(self.path, rank)
         limits = self._limits(rank)
-        for place, values in _lines(path):
+        for place, values in _lines(path, last_bytes):
             try:
                 event = build(StepEvent, values)
             except MALFORMED as error:
@@ -278,18 +278,20 @@ def add_mega_batch(run: Path, mega_batch: MegaBatch) -> None:
     append_line(run / MEGA_BATCHES, mega_batch)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+def _lines(path: Path, last_bytes: float) -> Iterator[tuple[int, dict[str, object]]]:
     """(how many heads come before its own, values) of every event line. A torn line can only be the
     last before a head.
     """
     place, last = -1, 0
-    for number, values in complete_lines(path):
+    follows = last_bytes == math.inf  # whether the line before was looked at
+    for number, values in complete_lines(path, last_bytes=last_bytes):
         if _is_head(values):
             place += 1
-        elif place < 0 or number != last + 1:
+        elif place < 0 or (follows and number != last + 1):
             raise RecordError(f"{path} is damaged near line {number}")
         else:
             yield place, values
+            follows = True
         last = number
 
 
@@ -313,11 +315,15 @@ def _is_head(values: Mapping[str, object]) -> bool:
     return values.get("kind") == EVENTS_KIND
 
 
-def complete_lines(path: Path, *, having: str = "") -> Iterator[tuple[int, dict[str, object]]]:
+def complete_lines(
+    path: Path, *, having: str = "", last_bytes: float = math.inf
+) -> Iterator[tuple[int, dict[str, object]]]:
     """(number, values) of every line of JSON that has `having` in it, one at a time; torn ones are
-    passed over.
+    passed over. Of those before the last `last_bytes` of the file, which take long to parse where a
+    run is long, only heads are looked at.
     """
     try:
+        begin, read = path.stat().st_size - last_bytes, 0
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), ""), start=1):
                 if len(line) == _MAX_LINE:
@@ -325,7 +331,9 @@ def complete_lines(path: Path, *, having: str = "") -> Iterator[tuple[int, dict[
                         f"{path}, line {number}, has {_MAX_LINE} characters or more; was it written"
                         " by offbeat?"
                     )
-                values = _parsed(line) if having in line else None
+                read += len(line)
+                is_wanted = having in line and (read > begin or EVENTS_KIND in line)
+                values = _parsed(line) if is_wanted else None
                 if isinstance(values, dict):
                     check_numbers(values, f"{path}, line {number},")
                     yield number, values
@@ -377,5 +385,5 @@ def _fits(of: str, value: float) -> bool:
     if isinstance(value, int):
         return abs(value) <= (_MOST_CHANNEL if of == _ARRIVALS else _MOST)
     if of in _MEASURED:
-        return not math.isfinite(value) or abs(value) <= _MOST_MEASURED
+        return not math.isfinite(value) or abs(value) <= MOST_MEASURED
     return abs(value) <= _MOST

@@ -109,6 +109,17 @@ def test_a_run_under_way_shows_each_worker_and_who_is_late(tmp_path: Path) -> No
     assert "…" not in text_of(view, width=80)
 
 
+def test_of_a_long_run_the_first_steps_are_not_looked_at(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", Made(workers=2, steps=5000), finished=False)
+    for file in path.glob("events-*"):
+        head, *lines = file.read_text().splitlines(keepends=True)
+        assert file.stat().st_size > 1 << 20
+        file.write_text("".join([head, "torn\n", *lines[1:]]))
+    view = view_of(path, now_s=0.0)
+    assert view.step.tolist() == [5000.0] * 2
+    assert np.isfinite(view.step_s).all()
+
+
 def test_a_worker_that_is_silent_is_shown_so(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", MADE, finished=False)
     now_s = -float(view_of(path, now_s=0.0).silent_s.max())  # the time of the last step

@@ -153,6 +153,18 @@ def mega_batch(step: int, weight: float = 0.5) -> MegaBatch:
     )
 
 
+@pytest.mark.parametrize("last_bytes", [0, 1, 1000, 3000, 1 << 20])
+def test_of_a_long_record_the_last_steps_can_be_read_alone(tmp_path: Path, last_bytes: int) -> None:
+    path = create(tmp_path / "run", CONFIG)
+    write_events(path, range(1, 21))
+    write_events(path, range(13, 17))
+    record = Record(path)
+    found, whole = [*record.events(0, last_bytes=last_bytes)], [*record.events(0)]
+    assert found == whole[len(whole) - len(found) :]
+    assert len(found) <= 1 + last_bytes // 100
+    assert (found == whole) == (last_bytes == 1 << 20)
+
+
 def test_mega_batches_are_read_back_without_those_that_a_resume_took_back(tmp_path: Path) -> None:
     path = create(tmp_path / "run", CONFIG)
     assert Record(path).mega_batches() == []

@@ -188,6 +188,25 @@ def test_what_belongs_to_a_step_that_a_scaler_leaves_out_is_in_none_of_the_recor
     assert [event.batch_size for event in events] == [4, 4]
 
 
+def test_a_step_is_not_said_to_be_skipped_after_one_that_a_scaler_has_left_out(
+    group: None, tmp_path: Path
+) -> None:
+    with recorded(tmp_path / "record"):
+        ddp = DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (torch.inf, 1.0):
+            scaler.scale(factor * ddp(X).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    record = Record(tmp_path / "record")
+    summary = record.summary()
+    assert summary is not None
+    assert summary.skipped_steps == 1
+    assert [(event.step, event.skipped) for event in record.events(0)] == [(1, False)]
+
+
 @pytest.mark.parametrize(
     "module",
     ["torch.utils.data.loading", "torch.distributed.checkpoint._async_process_executor"],
@@ -223,6 +242,25 @@ def test_models_that_a_script_has_let_go_of_are_not_kept(stack: ExitStack) -> No
     gc.collect()
     assert [model() is None for model in models] == [True, True, True, False]
     assert [session() is None for session in sessions] == [True, True, True, False]
+
+
+def num_dead_references() -> int:
+    gc.collect()
+    return sum(type(each) is weakref.ref and each() is None for each in gc.get_objects())
+
+
+def test_of_optimizers_that_a_script_makes_in_each_step_nothing_is_kept(stack: ExitStack) -> None:
+    """As for an attack on each batch, or for the inner steps of a meta-learner."""
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    step(ddp, optimizer)
+    before = num_dead_references()
+    for _ in range(100):
+        torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1.0)
+        step(ddp, optimizer)
+    assert num_dead_references() - before < 50
+    assert script.heard.optimizers == [optimizer]
 
 
 def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStack) -> None:

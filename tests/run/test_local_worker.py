@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -269,6 +270,23 @@ def test_a_session_ends_well_though_the_disk_takes_no_summary(
     assert "the record is not complete: cannot write" in caplog.text
 
 
+def test_nobody_waits_for_a_summary_that_the_disk_does_not_take(tmp_path: Path) -> None:
+    """Of ranks that a supervisor watches: the one that writes has ended well, and is not dead."""
+    path = recorded_run(tmp_path)
+    coordinator = Coordinator(dist.HashStore(), 0, 1, supervised=True)
+    opened = OpenRecord(record=RunDirectory(path), coordinator=coordinator)
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        train(session, model, optimizer)
+    (path / ".summary.json.tmp").mkdir()
+    recorder.end()
+    assert Record(path).summary() is None
+    assert coordinator.published("summary") is not None
+
+
 def test_a_metric_that_the_script_never_logs_is_missed(tmp_path: Path) -> None:
     path = recorded_run(tmp_path, metric="acuracy")
     recorder = recorder_of(path)
@@ -282,6 +300,44 @@ def test_a_metric_that_the_script_never_logs_is_missed(tmp_path: Path) -> None:
     assert summary is not None
     assert summary.metric is None
     assert any("has logged no 'acuracy'" in notice for notice in summary.notices)
+
+
+def test_what_is_logged_beside_the_metric_may_be_no_number(tmp_path: Path) -> None:
+    path = recorded_run(tmp_path)
+    recorder = recorder_of(path)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        train(session, model, optimizer)
+        session.log(accuracy=0.75, f1=0.5, val_loss=torch.nan, grad_norm=torch.inf)
+    recorder.end()
+    record = Record(path)
+    assert record.evaluations()[-1].others["grad_norm"] == torch.inf
+    summary = record.summary()
+    assert summary is not None
+    assert (summary.metric, summary.other_metrics) == (0.75, {"f1": 0.5})
+
+
+def test_a_metric_that_float32_does_not_hold_is_infinite_in_a_record(tmp_path: Path) -> None:
+    """As the perplexity of a run that diverges."""
+    path = recorded_run(tmp_path)
+    recorder = recorder_of(path)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        for loss in (1.0, 100.0):
+            model(torch.ones(5, 2)).sum().backward()
+            optimizer.step()
+            session.log(perplexity=math.exp(loss), loss=math.exp(loss))
+    recorder.end()
+    record = Record(path)
+    assert [e.metric for e in record.evaluations()] == [math.exp(1.0), math.inf]
+    assert [event.loss for event in record.events(0)] == [math.exp(1.0), None]
+    summary = record.summary()
+    assert summary is not None
+    assert summary.metric is None
 
 
 def test_losses_of_what_is_trained_between_two_sessions_are_in_no_step(tmp_path: Path) -> None:

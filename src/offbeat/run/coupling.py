@@ -207,11 +207,12 @@ class ScriptSessions(ScriptListener):
         self.trains_without_session = self.trains_without_ddp = False
         self._recipe = recipe
         self._listener = listener
-        # In the order in which the script has made them: what wraps an optimizer is made before the
-        # one inside. The first `_num_older` were made before the last coupling. Whether they still
-        # live depends on the garbage collector, so it may differ between ranks.
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._num_older = 0
+        # Those that live, in the order in which the script has made them: what wraps an optimizer
+        # is made before the one inside. The older ones were made before the last coupling. Which of
+        # them still live depends on the garbage collector, so it may differ between ranks.
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+        self._older: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_made_optimizer = False
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._last_scaler: Callable[[], torch.amp.GradScaler | None] = lambda: None
         self._carried = CarriedStates()
@@ -228,7 +229,7 @@ class ScriptSessions(ScriptListener):
     @property
     def has_made_anything(self) -> bool:
         """Whether the script has made a DDP model or an optimizer."""
-        return bool(self.num_ddp_models or self._optimizers)
+        return bool(self.num_ddp_models or self._has_made_optimizer)
 
     # What the script does
 
@@ -265,7 +266,7 @@ class ScriptSessions(ScriptListener):
 
     @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers.append(weakref.ref(optimizer))
+        self._optimizers[optimizer], self._has_made_optimizer = None, True
         with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
             self._carried.watch(optimizer)
 
@@ -433,12 +434,10 @@ class ScriptSessions(ScriptListener):
     def _couple(self, ddp: DistributedDataParallel | ShardedModule) -> _Coupled | None:
         """The session of a model that is about to train, which is attached if there is none."""
         coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
-        older, newer = self._optimizers[: self._num_older], self._optimizers[self._num_older :]
-        living = (reference() for reference in newer + older)
-        candidates = [optimizer for optimizer in living if optimizer is not None]
+        stepped: Sequence[torch.optim.Optimizer] = ()
         if coupled is not None and coupled.stepped and coupled.optimizer not in coupled.stepped:
-            candidates = coupled.stepped
-            if not (self._has_told_of_turns or self._left.isdisjoint(candidates)):
+            stepped = coupled.stepped
+            if not (self._has_told_of_turns or self._left.isdisjoint(stepped)):
                 self._has_told_of_turns = True
                 told = BY_TURNS.format(script=sys.argv[0], strategy=self._recipe.name)
                 LOGGER.warning("%s", told)
@@ -453,6 +452,8 @@ class ScriptSessions(ScriptListener):
             if isinstance(ddp, DistributedDataParallel):
                 wrapped = self._wrapped.get(ddp, _Wrapped())
             with _unfrozen(wrapped.trained):
+                # Those that were made since the last coupling come first.
+                candidates = stepped or sorted(self._optimizers, key=self._older.__contains__)
                 optimizer = _optimizer_of(ddp.module, candidates)
                 coupled = self._attach(ddp, optimizer, wrapped.adopted)
         return coupled
@@ -491,7 +492,7 @@ class ScriptSessions(ScriptListener):
         self._coupled.append(coupled)
         if isinstance(session, Session):
             self._end_those_gone(session)
-        self._num_older = len(self._optimizers)
+        self._older.update(self._optimizers)
         if optimizer is None:
             self.num_attached += not self._recipe.needs_optimizer
             if self._recipe.needs_optimizer:

@@ -32,7 +32,7 @@ from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.coordination import Coordinator, group_store
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
-from offbeat.run.records import Evaluation, RunDirectory, begin_attempt, create
+from offbeat.run.records import Evaluation, RunDirectory, as_measured, begin_attempt, create
 from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
 from offbeat.run.step_recorder import (
     AttachedModel,
@@ -199,6 +199,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """A scaler has taken a step of `optimizer`, or left it out."""
         if optimizer is self._optimizer:
+            # One that was taken is over by now.
+            if self._is_attached and self._step_has_begun and self._recorder is not None:
+                self._recorder.step_left_out()
             self._step_is_over()
 
     def evaluates(self) -> None:
@@ -254,7 +257,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     @override
     def logged(self, values: Mapping[str, float]) -> None:
-        if "loss" in values and math.isfinite(values["loss"]):
+        if "loss" in values and math.isfinite(as_measured(values["loss"])):
             self._loss_logged(values["loss"])
         if self._recorder is not None:
             self._recorder.logged(values)
@@ -288,7 +291,13 @@ class ScriptRecorder(SessionObserver, ModelListener):
                 ends = gather_ends(recorder, notices, patience_s=self._patience_s, step=0)
                 if ends is not None:
                     model = recorder.run.attached.model
-                    write_end(recorder, ends, self._measured(recorder), model, finished=True)
+                    try:
+                        write_end(recorder, ends, self._measured(recorder), model, finished=True)
+                    except (OffbeatError, RuntimeError):
+                        # The others wait for a summary until this rank is dead, and it is about to
+                        # end well.
+                        recorder.run.coordinator.publish("summary", "not written")
+                        raise
         # The second kind is of the group's store: a rank takes longer than the group's timeout, as
         # to evaluate by itself, or has gone. This one has said what the summary needs of it.
         except (OffbeatError, RuntimeError) as error:

@@ -54,8 +54,18 @@ CONFIG: Final = "config.json"
 SUMMARY: Final = "summary.json"
 EVALUATIONS: Final = "evaluations.jsonl"
 
+MOST_MEASURED: Final = 1e40
+"""No metric or loss that is finite is larger: of a run that diverges they come to what float32
+holds. What is beyond, as the exponential of a loss of 100, is infinite in a record.
+"""
+
 _TAIL_BYTES: Final = 100_000
 _WRITE_EVERY_S: Final = 0.1
+
+
+def as_measured(value: float) -> float:
+    """A metric or loss as it stands in a record."""
+    return math.copysign(math.inf, value) if abs(value) > MOST_MEASURED else value
 
 
 def events_path(run: Path, rank: int) -> Path:

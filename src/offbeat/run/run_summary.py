@@ -112,7 +112,7 @@ def write_end(
         metric=measured.metric,
         metric_name=measured.name,
         higher_is_better=measured.higher_is_better,
-        other_metrics=dict(measured.others),
+        other_metrics={k: each for k, each in measured.others.items() if math.isfinite(each)},
         loss=recorder.last_loss,
         seconds=recorder.evaluation(math.nan, {}).seconds,
         steps_per_s=(step - recorder.first_step) / recorder.seconds if recorder.seconds else 0.0,

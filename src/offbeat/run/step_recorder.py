@@ -17,7 +17,7 @@ from torch import nn
 from offbeat.callbacks.callback import Decision
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import ELAPSED_VARIABLE, Remark, Reporter, WorkerProgress
-from offbeat.run.records import Evaluation, EventWriter, RunDirectory, StepEvent
+from offbeat.run.records import Evaluation, EventWriter, RunDirectory, StepEvent, as_measured
 from offbeat.session.loggers import LiveMetrics, named_loggers
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session, Stats
@@ -246,6 +246,17 @@ class StepRecorder:
         self.restart_clock(now_s)
         return event
 
+    def step_left_out(self) -> None:
+        """A scaler has left a step out: what was counted since the event before belongs to no step,
+        but its time is training time.
+        """
+        now_s, session = time.monotonic(), self.run.attached.session
+        self.seconds += now_s - self._since_s
+        self._before = session.stats
+        session.take_ready_at_s()
+        session.take_arrivals()
+        self.restart_clock(now_s)
+
     def _report_if_due(self) -> None:
         now_s, schedule, stats = self._since_s, self.run.schedule, self._before
         if (
@@ -298,10 +309,10 @@ class StepRecorder:
             step=self.run.schedule.position.step,
             seconds=earlier_s + self.elapsed_s,
             bytes_sent=earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
-            metric=metric,
+            metric=as_measured(metric),
             at_s=time.monotonic(),
             rank=self.run.coordinator.rank,
-            others=others,
+            others={name: as_measured(value) for name, value in others.items()},
             without=sorted(without),
         )
 

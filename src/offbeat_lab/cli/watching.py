@@ -31,6 +31,11 @@ from offbeat_lab.records import Record
 _RECENT: Final = 50
 """Steps that figures are means over."""
 
+_LAST_BYTES: Final = 1 << 20
+"""Of each worker's steps: those of a long run are more than fit into memory, and take minutes to
+read.
+"""
+
 _EVERY_S: Final = 1.0
 _READING_SHARE: Final = 0.1
 """At most this part of the time goes into reading, however long a record is."""
@@ -118,7 +123,7 @@ def view_of(path: Path, now_s: float) -> View:
     config, summary = record.config, record.summary()
     files = [events_path(path, rank) for rank in range(config.workers)]
     begun = all(file.exists() and file.stat().st_size for file in files)
-    steps = read_steps(record) if begun else None
+    steps = read_steps(record, last_bytes=_LAST_BYTES) if begun else None
     was_killed = summary is None and _has_nobody(record)
     news = [
         f"{evaluation.seconds:.1f} s, step {evaluation.step:,}: metric"
