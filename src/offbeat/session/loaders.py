@@ -228,6 +228,7 @@ def make_loader(
         batches_each=batches_each,
         seed=seed,
         rank=driver.rank,
+        number=len(others),
     )
     if policy is None:
         older = [each for each in others if each.has_read(source.loader.dataset)]
