@@ -181,6 +181,18 @@ def test_what_cannot_be_honoured_is_refused(
         session.loader(build())
 
 
+class StreamWithLength(Stream):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+@every_strategy
+def test_a_stream_that_has_a_length_is_refused_as_well(attached: Make, label: str) -> None:
+    _, _, session = attached(STRATEGIES[label])
+    with pytest.raises(ConfigError, match="got a StreamWithLength; samples of a stream cannot"):
+        session.loader(StreamWithLength(), batch_size=4)
+
+
 @pytest.mark.parametrize(
     ("label", "arguments", "said"),
     [

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
@@ -32,7 +32,9 @@ def require_map_style(dataset: object) -> int:
     """The number of samples. Raises `ConfigError` for a dataset without a length, without samples
     by number, or without any samples.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    # A stream of PyTorch's has a `__getitem__`, which raises, and may have a length.
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             "the dataset must be of map style, with len(dataset) and dataset[i], got a"
             f" {type(dataset).__name__}; samples of a stream cannot be shared out by number: put"
