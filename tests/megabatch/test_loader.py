@@ -206,6 +206,19 @@ def test_a_loop_that_stops_after_the_last_batch_is_through_with_the_epoch(attach
         assert len(list(islice(loader, len(loader)))) == 5
 
 
+def test_in_step_a_loop_ends_where_one_inside_of_it_has_ended_the_epoch(attached: Make) -> None:
+    """As one does that looks at the loss over all samples now and then: it went on for ever."""
+    _, _, session = attached(offbeat.AllReduce())
+    loader = session.loader(numbers(20), batch_size=4)
+    num_batches = 0
+    for _ in islice(loader, 3):
+        num_batches += 1
+        with torch.no_grad():
+            assert len(list(loader)) == 4
+    assert (num_batches, loader.epoch) == (1, 1)
+    assert len(list(loader)) == 5
+
+
 @pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
 def test_after_a_loop_that_stops_with_the_last_claim_comes_the_next_epoch(
     attached: Make, name: str

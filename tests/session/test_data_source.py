@@ -181,6 +181,18 @@ def test_what_cannot_be_honoured_is_refused(
         session.loader(build())
 
 
+class StreamWithLength(Stream):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+@every_strategy
+def test_a_stream_that_has_a_length_is_refused_as_well(attached: Make, label: str) -> None:
+    _, _, session = attached(STRATEGIES[label])
+    with pytest.raises(ConfigError, match="got a StreamWithLength; samples of a stream cannot"):
+        session.loader(StreamWithLength(), batch_size=4)
+
+
 @pytest.mark.parametrize(
     ("label", "arguments", "said"),
     [
@@ -262,6 +274,22 @@ def test_persistent_processes_end_where_another_loader_takes_their_data_over(
         assert len(multiprocessing.active_children()) == 1
     assert [len(batch) for batch in loaders[0]] == [len(batch) for batch in loaders[1]]
     assert len(multiprocessing.active_children()) == 2
+
+
+@pytest.mark.ranks
+def test_worker_processes_of_two_loaders_draw_unlike_random_numbers(attached: Make) -> None:
+    """As of two views of the same samples, which would be one."""
+    _, _, session = attached(offbeat.AllReduce())
+    data = Readers()
+    pair = [session.loader(DataLoader(data, batch_size=4, num_workers=1)) for _ in range(2)]
+    orders: list[list[int]] = [[], []]
+    drawn: set[float] = set()
+    for batches in zip(*pair, strict=True):
+        for order, (numbers, _, random_numbers) in zip(orders, batches, strict=True):
+            order += numbers.tolist()
+            drawn |= set(random_numbers.tolist())
+    assert orders[0] == orders[1]
+    assert len(drawn) == 2 * NUM_SAMPLES
 
 
 def test_a_loader_that_is_made_for_each_epoch_is_told_of(attached: Make) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
@@ -32,7 +32,9 @@ def require_map_style(dataset: object) -> int:
     """The number of samples. Raises `ConfigError` for a dataset without a length, without samples
     by number, or without any samples.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    # A stream of PyTorch's has a `__getitem__`, which raises, and may have a length.
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             "the dataset must be of map style, with len(dataset) and dataset[i], got a"
             f" {type(dataset).__name__}; samples of a stream cannot be shared out by number: put"
@@ -83,15 +85,16 @@ class ReadAhead(Fetcher):
     memory and whatever else it was given, except for its own division into batches.
 
     Worker processes draw random numbers from a generator of their own unless the `DataLoader` has
-    one. So the training process draws the same numbers as without worker processes, and each rank's
-    workers draw others.
+    one. So the training process draws the same numbers as without worker processes, and those of
+    each rank, and of each loader of a session, draw others.
 
     Args:
         loader: its dataset is of map style, with at least one sample.
         num_processes: how many worker processes read; 0: the training process does.
         batches_each: how many batches each of them has at a time, >= 1.
-        seed: of their random numbers, with the rank and the epoch.
+        seed: of their random numbers, with the rank, the epoch and `number`.
         rank: this rank.
+        number: how many loaders in step the session has already.
     """
 
     def __init__(
@@ -102,13 +105,14 @@ class ReadAhead(Fetcher):
         batches_each: int,
         seed: int,
         rank: int,
+        number: int = 0,
     ) -> None:
         self.dataset = loader.dataset
         self.num_samples = len(loader.dataset)  # type: ignore[arg-type]  # it is of map style
         self.batches_ahead = num_processes * batches_each
         self.spare_processes = loader.num_workers - num_processes
         self._loader, self._num_processes, self._batches_each = loader, num_processes, batches_each
-        self._seed, self._rank = seed, rank
+        self._seed, self._rank, self._number = seed, rank, number
         self._reader: DataLoader[Any] | None = None
         self._numbers = _Numbers()
         self._epoch = -1
@@ -133,7 +137,8 @@ class ReadAhead(Fetcher):
         given = self._loader
         generator = given.generator
         if generator is None:
-            state = np.random.SeedSequence((self._seed, self._rank, epoch)).generate_state(1)
+            entropy = (self._seed, self._rank, epoch, self._number)
+            state = np.random.SeedSequence(entropy).generate_state(1)
             generator = torch.Generator().manual_seed(int(state[0]))
         of_processes: dict[str, Any] = {}
         if self._num_processes:

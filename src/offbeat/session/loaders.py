@@ -228,6 +228,7 @@ def make_loader(
         batches_each=batches_each,
         seed=seed,
         rank=driver.rank,
+        number=len(others),
     )
     if policy is None:
         older = [each for each in others if each.has_read(source.loader.dataset)]
@@ -419,9 +420,10 @@ class LockstepLoader(Callback):
         return self._num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._begin()
+        epoch, batches = self.epoch, self._begin()
         try:
-            while self.step < self._num_steps_left():
+            # A loop inside this one may have ended the epoch.
+            while self.epoch <= epoch and self.step < self._num_steps_left():
                 if self._batches is not batches:  # A state was loaded: the place is another one.
                     batches = self._begin()
                 # A batch that cannot be read counts as taken, so that ranks stay in step.

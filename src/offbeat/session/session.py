@@ -464,7 +464,7 @@ class Session:
         Args:
             dataset: of map style, the same on all ranks, and in an order drawn from `seed`; or a
                 DataLoader of such a dataset.
-            seed: of the order, >= 0.
+            seed: of the order, >= 0. Loaders of as many samples have the same order by one seed.
             batch_size: of this rank, >= 1; needed unless a DataLoader says it. Where the strategy
                 chooses sizes it is the one to begin with, which the learning rate is for, and the
                 same on all ranks.
