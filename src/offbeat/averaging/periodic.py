@@ -841,6 +841,7 @@ class PeriodicAverage(Callback):
     def state_dict(self) -> CallbackState:
         state = self.exchange.state()
         counts = {
+            "start_step": self._start_step,
             "num_steps": self._num_steps,
             "num_averages": self._num_averages,
             "averaged_at_step": self._averaged_at_step,
@@ -860,6 +861,8 @@ class PeriodicAverage(Callback):
             key: float(saved.get(f"schedule/{key}", value))
             for key, value in self._schedule.initial_state().items()
         }
+        if self._start_step:  # `StartPhase` goes on for as long as it was to be
+            self._start_step = int(saved.get("start_step", self._start_step))
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
         launched_for = int(saved.get("launched_for", 0))
