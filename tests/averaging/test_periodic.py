@@ -34,7 +34,8 @@ from offbeat.codec.value_codecs import ValueCodec, WireValues
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.weights.model_weights import ModelWeights
-from thread_support.nets import make_model, parameters_of, trained
+from thread_support.nets import make_model, parameters_of, step_of, trained
+from thread_support.world import ThreadDriver, results_of, session_on
 
 
 class Halves(ValueCodec):
@@ -154,6 +155,32 @@ def test_a_state_that_does_not_say_when_the_last_average_was_follows_the_schedul
     assert saved.pop("averaged_at_step") == 5
     train(strategy, [], state)
     assert made[-1].state_dict()["replicated"]["averaged_at_step"] == 5
+
+
+def test_a_run_goes_on_with_the_start_phase_that_it_was_saved_with() -> None:
+    """By another one ranks would exchange neither gradients nor weights for a while."""
+
+    def begun(driver: ThreadDriver) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, strategy = make_model(), offbeat.LocalSGD(period=2, start_step=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            step_of(model, optimizer, driver.rank, 0)
+            return copy.deepcopy(model.state_dict()), session.state_dict()
+
+    saved = results_of(2, begun)
+
+    def resumed(driver: ThreadDriver) -> list[torch.Tensor]:
+        model, strategy = make_model(), offbeat.LocalSGD(period=2, start_step=4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            model.load_state_dict(saved[driver.rank][0])
+            session.load_state_dict(saved[driver.rank][1])
+            for step in range(1, 4):  # one of the phase, and a period
+                step_of(model, optimizer, driver.rank, step)
+            return parameters_of(model, optimizer)
+
+    for one, other in zip(*results_of(2, resumed), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_what_is_owed_fades_by_the_decay() -> None:

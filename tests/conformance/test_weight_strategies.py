@@ -561,6 +561,25 @@ def test_a_state_of_something_else_is_refused(kind: AveragingStrategy, attached:
 
 
 @pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (offbeat.LocalSGD, {"period": 2, "exchange": "1x0"}),
+        (offbeat.LocalSGD, {"period": 2, "exchange": "members"}),
+        (offbeat.AdaptiveSGD, {"mega_batch": 2}),
+    ],
+    ids=["streaming", "members", "adaptive"],
+)
+def test_what_is_owed_is_not_lost_where_a_run_resumes_without_the_codec(
+    attached: Callable, make: Any, options: dict[str, Any]
+) -> None:
+    net, optimizer, session = attached(make(codec="sparseloco", **options))
+    train(net, optimizer, range(4))
+    _, _, other = attached(make(**options))
+    with pytest.raises(CheckpointError, match="another model or codec"):
+        other.load_state_dict(session.state_dict())
+
+
+@pytest.mark.parametrize(
     ("build", "message"),
     [
         (

@@ -347,6 +347,18 @@ def test_what_the_optimizer_has_gathered_is_not_lost() -> None:
     assert_same(*nets, **CLOSE)
 
 
+def test_what_is_shown_of_it_is_not_written_into_the_optimizer() -> None:
+    """Each rank has its own, so that replicas would part once the session is over."""
+    net = Net()
+    optimizer = OPTIMIZERS["momentum"](net)
+    train(net, optimizer, range(2))  # so that there is an entry
+    with offbeat.attach(net, optimizer, SPARSE):
+        train(net, optimizer, range(2, 4))
+        shown = optimizer.state_dict()["state"].values()
+        assert any("momentum_buffer" in entry for entry in shown)
+    assert not any("momentum_buffer" in entry for entry in optimizer.state.values())
+
+
 def states(
     net: torch.nn.Module, optimizer: torch.optim.Optimizer, session: offbeat.Session
 ) -> dict[str, Any]:

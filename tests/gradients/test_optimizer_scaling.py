@@ -329,6 +329,34 @@ def test_a_run_that_is_resumed_as_training_begins_goes_on_alike(stop: int) -> No
         assert torch.equal(whole, resumed)
 
 
+@pytest.mark.parametrize("way", [1, -1], ids=["optimizer first", "session first"])
+def test_a_run_that_goes_back_to_where_training_begins_goes_on_alike(way: int) -> None:
+    """Adam's own steps come again, with what it had gathered by then."""
+
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
+        net = linear()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+        def train(steps: range) -> torch.Tensor:
+            for step in steps:
+                backward(net, driver.rank, step)
+                optimizer.step()
+            return net.weight.detach().clone()
+
+        with session_on(driver, net, optimizer, BEGINS) as session:
+            parts: list[Any] = [net, *[optimizer, session][::way]]
+            train(range(5))
+            saved = [copy.deepcopy(each.state_dict()) for each in parts]
+            whole = train(range(5, START))
+            train(range(START, START + 2))  # which are scaled
+            for each, state in zip(parts, saved, strict=True):
+                each.load_state_dict(state)
+            return whole, train(range(5, START))
+
+    for whole, again in results_of(WORLD_SIZE, job):
+        assert torch.equal(whole, again)
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_resumed_run_goes_on_alike(is_over: bool) -> None:
     """The state is saved before the end of the session or after it."""

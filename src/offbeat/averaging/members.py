@@ -337,12 +337,13 @@ class MeanOfMembers(WeightExchange):
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        self.rule.load(state["replicated"])
-        if "steps" in (local := state.get("local", {})):
-            if self._changes is not None:
-                self._changes.load(state)
-            self.samples, self.steps = int(local["samples"]), int(local["steps"])
-            self.weights.load_counter_state(local)
+        local = state.get("local", {})
+        if "steps" not in local:  # what a peer has said of where the run stands
+            self.rule.load(state["replicated"])
+            return
+        super().load(state)
+        self.samples, self.steps = int(local["samples"]), int(local["steps"])
+        self.weights.load_counter_state(local)
 
 
 class AverageOfMembers(PeriodicAverage):

@@ -267,7 +267,7 @@ class EncodedChanges:
         world_size = self._driver.world_size
         ratio = world_size / local.get("world_size", world_size)
         if any(key not in saved or saved[key].shape != shape for key, shape in owed.items()):
-            raise _another_codec()
+            raise another_codec()
         for reduction in self.reductions:
             reduction.load(saved, local)
             if reduction.residual is not None:
@@ -284,7 +284,8 @@ def _have_any(tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
     return found
 
 
-def _another_codec() -> CheckpointError:
+def another_codec() -> CheckpointError:
+    """What is owed by the state would be lost, or is not there."""
     return CheckpointError(
         "what is owed of changes was saved with another model or codec; resume with the same ones"
     )
@@ -432,7 +433,7 @@ class WeightExchange:
         if self._changes is not None:
             self._changes.load(state)
         elif state.get("additive"):
-            raise _another_codec()
+            raise another_codec()
         self.rule.load(state["replicated"])
 
     def close(self) -> None:
@@ -841,6 +842,7 @@ class PeriodicAverage(Callback):
     def state_dict(self) -> CallbackState:
         state = self.exchange.state()
         counts = {
+            "start_step": self._start_step,
             "num_steps": self._num_steps,
             "num_averages": self._num_averages,
             "averaged_at_step": self._averaged_at_step,
@@ -860,6 +862,8 @@ class PeriodicAverage(Callback):
             key: float(saved.get(f"schedule/{key}", value))
             for key, value in self._schedule.initial_state().items()
         }
+        if self._start_step:  # `StartPhase` goes on for as long as it was to be
+            self._start_step = int(saved.get("start_step", self._start_step))
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
         launched_for = int(saved.get("launched_for", 0))

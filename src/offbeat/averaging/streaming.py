@@ -32,7 +32,13 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
-from offbeat.averaging.periodic import EncodedChanges, Everyone, WeightExchange, coded_reduction
+from offbeat.averaging.periodic import (
+    EncodedChanges,
+    Everyone,
+    WeightExchange,
+    another_codec,
+    coded_reduction,
+)
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.topk_codec import WeightCodec
@@ -230,6 +236,8 @@ class StreamingMean(WeightExchange):
         ranks all of them go on from the averaged model, which began where the means lead from the
         anchor.
         """
+        if state.get("additive") and not any(fragment.owes for fragment in self._fragments):
+            raise another_codec()
         self._under_way = None
         replicated, local = state["replicated"], state["local"]
         is_another_world = local.get("world_size") != self._peers.driver.world_size

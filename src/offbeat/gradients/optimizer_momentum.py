@@ -309,8 +309,10 @@ class OptimizerMomentum(GradientTransform):
         numbers = numbers_in_state(optimizer)
         for parameter, velocity, sign in self._velocities():
             if sign and velocity.any():  # a buffer of zeros is as good as none
-                entry = state["state"].setdefault(numbers[id(parameter)], {})
-                entry[_BUFFER] = (sign * velocity).to(parameter.dtype)
+                number = numbers[id(parameter)]
+                buffer = (sign * velocity).to(parameter.dtype)
+                # In a new entry: one that is there is the optimizer's own.
+                state["state"][number] = {**state["state"].get(number, {}), _BUFFER: buffer}
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """What was loaded is what the user has set."""

@@ -437,7 +437,7 @@ class OptimizerScaling(GradientTransform):
 
     def _show_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         numbers = numbers_in_state(optimizer)
-        for moments in self._moments.values() if self._num_steps else ():
+        for moments in self._moments.values() if self.is_taken and self._num_steps else ():
             square = moments.square.clone()
             self._change_noise_(moments, square, 1 / self._driver.world_size)
             views = map(moments.bucket.views_of, (moments.mean, square))
@@ -453,14 +453,14 @@ class OptimizerScaling(GradientTransform):
 
     def _state_loaded(self) -> None:
         """What was loaded into the optimizer is what it has gathered, unless this rank's own was
-        loaded with the session.
+        loaded with the session. It stays there until a step is over that Adam does not take: the
+        session may go back to before that.
         """
         if not self._state_is_loaded:
             for moments in self._moments.values():  # what the state lacks begins anew
                 for_each("zero_", [moments.mean, moments.square])
                 moments.steps[:] = [0.0] * len(moments.steps)
             self._take_gathered()
-        self._forget_optimizer_state()
 
     def _take_gathered(self) -> None:
         """Begin with what the optimizer has gathered, which is the same on all ranks."""

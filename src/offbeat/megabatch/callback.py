@@ -32,7 +32,7 @@ from offbeat.megabatch.batch_sizes import (
     square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
-from offbeat.megabatch.coded_merge import MergedChanges
+from offbeat.megabatch.coded_merge import MergedChanges, another_codec
 from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
 from offbeat.megabatch.merge_momentum import GAMMA, MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
@@ -794,6 +794,8 @@ class MegaBatchCallback(Callback):
             )
         if self._changes is not None:
             self._changes.load(state.get("additive", {}))
+        elif state.get("additive"):
+            raise another_codec()
         if self._under_way is not None:
             self._under_way.is_dropped = True  # It is of another model.
         self._taken = None

@@ -136,9 +136,13 @@ class MergedChanges:
         """Inverse of `state`; selection begins anew. Raises `CheckpointError`."""
         saved = [state.get(f"owed/{name}", torch.empty(0)) for name in self._parameters]
         if [one.shape for one in saved] != [one.shape for one in self._parameters.values()]:
-            raise CheckpointError(
-                "what is owed of merges was saved with another model or codec; resume with the"
-                " same ones"
-            )
+            raise another_codec()
         values = torch.as_tensor(self._layout.read(saved))
         self.owed = Owed(values, self._codec.entries.selector.initial_state())
+
+
+def another_codec() -> CheckpointError:
+    """What is owed by the state would be lost, or is not there."""
+    return CheckpointError(
+        "what is owed of merges was saved with another model or codec; resume with the same ones"
+    )
