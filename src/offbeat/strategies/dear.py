@@ -459,8 +459,10 @@ def _assembled(saved: _Saved, begin: int, end: int) -> dict[str, torch.Tensor]:
             ends = [start + pieces[start].numel() for start in starts]
             if starts[0] > begin or ends[-1] < end or starts[1:] != ends[:-1]:
                 raise CheckpointError(
-                    f"the optimizer's {key!r} lacks elements; share out the states of all ranks"
-                    " by offbeat.reshard"
+                    f"the optimizer's {key!r} lacks elements, which other ranks have saved: with as"
+                    " many ranks as then resume with the same bucket_mib and model, by which parts"
+                    " are shared out, with others share out the states of all ranks by"
+                    " offbeat.reshard"
                 )
             flat = torch.cat([pieces[start] for start in starts])
             flat = flat[begin - starts[0] : end - starts[0]]
