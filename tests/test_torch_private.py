@@ -5,7 +5,7 @@ a new version of PyTorch has changed.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from offbeat.torch_private import (
     CALLS_MODULE_OF_DDP,
@@ -32,6 +33,7 @@ from offbeat.torch_private import (
     inside_transform,
     is_compiled_module,
     is_in_flat_parameter,
+    iterates_by_itself,
     new_gloo_backend,
     new_gloo_device,
     new_nccl_backend,
@@ -41,6 +43,19 @@ from offbeat.torch_private import (
     unscales_gradients_itself,
     version_of,
 )
+
+
+class OwnIterator(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return iter([1])
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_told_from_one_of_pytorch() -> None:
+    dataset = TensorDataset(torch.zeros(1))
+    own = OwnIterator(dataset)
+    assert list(own) == [1], "PyTorch calls it by this name"
+    assert iterates_by_itself(own)
+    assert not iterates_by_itself(DataLoader(dataset))
 
 
 def test_a_change_of_a_view_is_a_new_version() -> None:

@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 _NCCL_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -105,6 +106,17 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
     public name tells.
     """
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def iterates_by_itself(loader: DataLoader[Any]) -> bool:
+    """Whether the class of `loader` has a way of its own to make batches, by `__iter__` or by what
+    that calls to make an iterator, which has no public name.
+    """
+    kind = type(loader)
+    return (
+        kind.__iter__ is not DataLoader.__iter__
+        or kind._get_iterator is not DataLoader._get_iterator
+    )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -129,6 +129,13 @@ class Prepared(DataLoader[int]):
         return super().__iter__()
 
 
+class Neighbours(DataLoader[int]):
+    """As a loader of graphs, whose samples are numbers until its own iterator has made batches."""
+
+    def _get_iterator(self) -> Any:
+        return iter([[NUM_SAMPLES]])
+
+
 def weighted() -> WeightedRandomSampler:
     return WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)
 
@@ -170,6 +177,7 @@ def weighted() -> WeightedRandomSampler:
             "draws 9 of 23 samples without replacement",
         ),
         (lambda: Prepared(Numbers(), batch_size=4), "is a Prepared, whose way of making batches"),
+        (lambda: Neighbours(Numbers(), batch_size=4), r"is a Neighbours, .* session\.weigh"),
     ],
 )
 @pytest.mark.parametrize("label", ["claimed", "in step, gradients"])

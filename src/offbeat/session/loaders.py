@@ -40,6 +40,7 @@ from offbeat.megabatch.loader import (
     require_same_order,
 )
 from offbeat.session.agreement import agree, answer_of, require_agreement
+from offbeat.torch_private import iterates_by_itself
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
 
@@ -83,10 +84,11 @@ def data_source(
         # What it is like is looked at later.
         loader = DataLoader[Any](cast(Any, data), collate_fn=collate)
         return DataSource(loader=loader, batch_size=batch_size)
-    if type(data).__iter__ is not DataLoader.__iter__:
+    if iterates_by_itself(data):
         raise ConfigError(
             f"the loader is a {type(data).__name__}, whose way of making batches is its own; pass"
-            " the torch.utils.data.DataLoader as it was before it was prepared, or its dataset"
+            " the torch.utils.data.DataLoader as it was before it was prepared, or its dataset, or"
+            " feed your own loop with it and tell session.weigh the samples of each batch"
         )
     for name, given in (("batch_size", batch_size), ("collate", collate)):
         if given is not None:
