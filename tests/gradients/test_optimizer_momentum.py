@@ -4,6 +4,7 @@ when the session ends it is the optimizer's again.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -597,6 +598,25 @@ def test_parameters_may_be_frozen_in_turn_within_a_step(kind: str) -> None:
                     net.head.requires_grad_(part == 0)
                     net.shared.requires_grad_(part == 1)
                     loss_of(net, 2 * step + part).backward()
+                net.head.requires_grad_(True)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(*nets, **CLOSE)
+
+
+def test_what_waits_in_no_sync_has_its_momentum_though_its_parameter_is_frozen_by_then() -> None:
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS["momentum"](net) for net in nets]
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["as entries"]) as session:
+        for net, optimizer, context in (
+            (nets[0], optimizers[0], session.no_sync),
+            (nets[1], optimizers[1], contextlib.nullcontext),
+        ):
+            for step in range(2):
+                with context():
+                    loss_of(net, 2 * step).backward()
+                net.head.requires_grad_(False)
+                loss_of(net, 2 * step + 1).backward()
                 net.head.requires_grad_(True)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -840,3 +840,27 @@ def test_in_step_a_worker_that_has_come_back_divides_samples_as_those_before() -
     assert back.asked == (2, 3)
     batches = [[x.tolist() for (x,) in loader] for loader in (founders[1], back)]
     assert batches[0] == batches[1]
+
+
+def test_in_step_a_loop_goes_on_in_the_later_epoch_whose_state_is_loaded_in_it() -> None:
+    def job(driver: Driver) -> tuple[list[int], list[int]]:
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters())
+        with session_on(driver, net, optimizer, offbeat.AllReduce()) as session:
+            loader = session.loader(numbers(8), batch_size=2)
+            begun = copy.deepcopy(session.state_dict())
+            for _ in range(2):
+                first, second = [step(net, optimizer, x) for (x,) in loader]
+            later = copy.deepcopy(session.state_dict())
+            third = [index for (x,) in loader for index in step(net, optimizer, x)]
+            session.load_state_dict(begun)
+            found = list[int]()
+            for (x,) in loader:
+                if not found:
+                    session.load_state_dict(later)
+                found += step(net, optimizer, x)
+            assert len(first) == len(second) == 2
+            return found, third
+
+    for found, third in results_of(2, job):
+        assert found[2:] == third  # behind the batch that it had

@@ -73,7 +73,7 @@ class StoreMean(WeightExchange):
         peers: carries waiting out.
         store: where.
         rule: as of `WeightExchange`; it keeps an anchor.
-        model: the root module, of which worker 0's is taken as a whole; None: what is averaged is.
+        shared: what all workers begin with as worker 0 has it; see `Context`.
     """
 
     state_key = "object_store"
@@ -87,23 +87,20 @@ class StoreMean(WeightExchange):
         *,
         store: ObjectStore,
         rule: OuterOptimizer,
-        model: torch.nn.Module | None = None,
+        shared: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(rule=rule)
         self._weights, self._peers, self._store = weights, peers, store
         self._files, self._root = fsspec.core.url_to_fs(store.path)
         self._number = self._num_means = 0
         self._written: str | None = None  # this worker's file of the last average
-        self._begin_alike(model)
+        self._begin_alike(shared)
 
-    def _begin_alike(self, model: torch.nn.Module | None) -> None:
+    def _begin_alike(self, shared: Sequence[torch.Tensor]) -> None:
         """Take worker 0's model, as connected ranks do when they attach: also what is frozen, and
         integer buffers. Of two permutations, say, the largest entries are none.
         """
-        whole = (
-            self._weights.tensors() if model is None else [*model.parameters(), *model.buffers()]
-        )
-        tensors = [tensor.detach() for tensor in whole]
+        tensors = [tensor.detach() for tensor in shared]
         name, mine = self._name("start", 0), _numbered(tensors)
         if self._store.rank == 0:
             if self._files.exists(name):

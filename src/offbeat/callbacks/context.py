@@ -118,6 +118,8 @@ class Context:
             replace them.
         chosen_buffers: which of them are averaged, as chosen while all ranks held the same; None:
             they hold the same now.
+        shared: the parameters and buffers that are to be the same on all ranks at first, frozen
+            ones among them.
         optimizer: the user's, for its state; None where nobody needs it.
         model: the root module, for callbacks that look into layers; None where nobody needs it.
         new_stream: a fresh stream of channels; callbacks take theirs while they are built, in the
@@ -159,6 +161,7 @@ class Context:
     clips_by_value: Callable[[], bool] = bool
     buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
     chosen_buffers: BufferNames | None = None
+    shared: Sequence[torch.Tensor] = ()
     optimizer: torch.optim.Optimizer | None = None
     model: torch.nn.Module | None = None
     enter: Callable[[GenerationHost], Generations | None] = lambda host: None

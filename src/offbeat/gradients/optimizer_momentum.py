@@ -179,7 +179,8 @@ class OptimizerMomentum(GradientTransform):
         places = zip(bucket.parameters, bucket.offsets, bucket.offsets[1:], strict=False)
         for position, (parameter, begin, end) in enumerate(places):
             here = slice(begin, end)
-            if not parameter.requires_grad:  # its momentum rests meanwhile, as in the optimizer
+            # What is frozen, and has no gradient from before that, rests, as in the optimizer.
+            if not (parameter.requires_grad or given.tally.used[position]):
                 step[here] = 0
                 state.staged[here] = state.velocity[here]
                 continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -422,6 +423,12 @@ def shared_record(
     Raises:
         RecordError: rank 0 cannot write there; on every rank.
     """
+    # torchrun repeats the command, by which `out` is in use, and each node counts its own restarts.
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_first else "0"
+    attempt = sum(map(int, coordinator.all_gather("attempt", count)))
+    if out is not None and attempt:
+        out = Path(f"{out}-{attempt}")
 
     def begin() -> Path:
         written = replace(config, workers=coordinator.world_size)

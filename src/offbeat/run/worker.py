@@ -210,9 +210,6 @@ def run_launched(config: RunConfig, out: Path | None, *, rank: int) -> int:
         rank: of this process.
     """
     os.environ[CHILD_VARIABLE] = config.to_json()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if out is not None and attempt != "0":
-        out = Path(f"{out}-{attempt}")  # torchrun repeats the command, and `out` is in use
     recorder = ScriptRecorder(
         lambda: shared_record(group_coordinator(), config, out), _say, stop_after=config.steps
     )

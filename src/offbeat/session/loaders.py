@@ -415,6 +415,7 @@ class LockstepLoader(Callback):
         self._seed, self._rank, self._shuffles = seed, rank, shuffles
         self._num_steps = num_steps(self._num_samples, batch_sizes)
         self._first = 0  # of the epoch's samples that this sharing out is of
+        self._num_ended = 0  # epochs, whatever number a state that was loaded has given them
         self._batches: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
@@ -422,10 +423,10 @@ class LockstepLoader(Callback):
         return self._num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, batches = self.epoch, self._begin()
+        ended, batches = self._num_ended, self._begin()
         try:
             # A loop inside this one may have ended the epoch.
-            while self.epoch <= epoch and self.step < self._num_steps_left():
+            while self._num_ended == ended and self.step < self._num_steps_left():
                 if self._batches is not batches:  # A state was loaded: the place is another one.
                     batches = self._begin()
                 # A batch that cannot be read counts as taken, so that ranks stay in step.
@@ -438,6 +439,7 @@ class LockstepLoader(Callback):
             # A loop that ends with the last batch, without asking for one more, is through, too.
             if self._batches is batches and self.step >= self._num_steps_left():
                 self.epoch, self.step, self._first = self.epoch + 1, 0, 0
+                self._num_ended += 1
                 self._batches = iter(())
                 self._fetcher.epoch_ended()
 

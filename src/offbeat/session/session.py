@@ -173,6 +173,7 @@ class Session:
         self._buffers = persistent_buffers(model, ignored)
         everything = dict(model.named_parameters()) if sharded is None else sharded.parameters
         shared = {name: p for name, p in everything.items() if name not in ignored}
+        buffers = [b for name, b in model.named_buffers() if name not in ignored]
         if not returns:
             if sharded is None:
                 agree(driver, control, description)
@@ -181,7 +182,6 @@ class Session:
             if adopted != "nothing":
                 adopt_rank_0(driver, control, shared.values())
             if adopted == "model":
-                buffers = [b for name, b in model.named_buffers() if name not in ignored]
                 adopt_rank_0(driver, control, buffers)
         self._network = connection.network
         self._returns = returns
@@ -211,6 +211,7 @@ class Session:
             parameters=self._parameters,
             buffers=lambda: self._buffers_of(model),
             chosen_buffers=self._chosen_buffers,
+            shared=[*shared.values(), *buffers],
             optimizer=optimizer if sharded is None else sharded.optimizer(optimizer),
             model=model,
             driver=self._driver,

@@ -366,7 +366,9 @@ class LocalSGD(AveragingStrategy):
                     weights, parameters, peers, streaming=chosen, outer=make, codec=codec
                 )
             case ObjectStore():
-                exchange = StoreMean(weights, peers, store=chosen, rule=rule(), model=context.model)
+                exchange = StoreMean(
+                    weights, peers, store=chosen, rule=rule(), shared=context.shared
+                )
             case Pairs():
                 own = rule() if has_rule else None
                 exchange = PairMean(weights, peers, pairs=chosen, rule=own)

@@ -243,13 +243,16 @@ class Stream:
         # The upper bits are the stream and the lower ones count its collectives: channels of two
         # streams never coincide, in whatever order the streams are used.
         self._next = number << 32
+        self._beside = dict[int, Stream]()
 
     def beside(self, place: int) -> Stream:
         """The stream of the `place`-th of collectives that are under way at once; this one for the
         first. On one stream a message of a later collective says that its sender is done with the
         earlier ones.
         """
-        return Stream((self._next >> 32) + (place << 20)) if place else self
+        if place and place not in self._beside:
+            self._beside[place] = Stream((self._next >> 32) + (place << 20))
+        return self._beside[place] if place else self
 
     def next(self) -> int:
         """The channel of the next collective."""
