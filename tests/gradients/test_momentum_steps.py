@@ -68,7 +68,8 @@ class Momentum:
         self, gradient: torch.Tensor, *, weight: float = 1.0, continues: bool = False
     ) -> tuple[torch.Tensor, float]:
         self.bucket.flat.copy_(gradient)
-        used = np.ones(len(self.parameters), dtype=np.bool_)
+        # What is frozen has no gradient.
+        used = np.array([each.requires_grad for each in self.bucket.parameters])
         self.tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
         given = WeightedGradient(self.bucket.flat, self.tally, weight, grad_scale=1.0)
         changed = self.transform.update(self.bucket, given, used & continues)
