@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from datetime import timedelta
@@ -24,7 +25,7 @@ from offbeat.run.local_worker import description_of_end
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.progress import Failure, Report
 from offbeat.run.recipes import recipe_for
-from offbeat.run.recording import OpenRecord, ScriptRecorder, higher_is_better
+from offbeat.run.recording import OpenRecord, ScriptRecorder, higher_is_better, shared_record
 from offbeat.run.records import RunDirectory, begin_attempt, create, events_path
 from offbeat.run.run_summary import digest
 from offbeat.run.step_recorder import phases
@@ -535,3 +536,20 @@ def test_each_attempt_of_torchrun_has_a_record_of_its_own(
         summary = Record(tmp_path / name).summary()
         assert summary is not None
         assert summary.steps == 1
+
+
+def test_restarts_are_counted_over_the_nodes_since_each_agent_counts_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers of the other node were started a second time, and those of this one were not."""
+    store, script = dist.HashStore(), tmp_path / "script.py"
+    script.touch()
+    other = Coordinator(store, 1, 2)
+    other.publish("attempt/1", "1")
+    other.publish("begun/1", json.dumps([None, ""]))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    config = script_config(script_command([str(script)]), "allreduce", workers=2)
+    opened = shared_record(Coordinator(store, 0, 2), config, tmp_path / "mine")
+    assert opened is not None
+    assert opened.record.path == tmp_path / "mine-1"

@@ -35,7 +35,7 @@ from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.codec.device_copies import read_numbers
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.tally import Tally
-from offbeat.codec.topk_codec import WeightCodec
+from offbeat.codec.topk_codec import WeightCodec, another_codec
 from offbeat.collectives.dense import gather_values
 from offbeat.collectives.topk_allgather import clipped_sum, topk_sum
 from offbeat.errors import CheckpointError
@@ -282,13 +282,6 @@ def _have_any(tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
     zeros = np.flatnonzero(~found).tolist()
     found[zeros] = read_numbers([tensors[place].any() for place in zeros])
     return found
-
-
-def another_codec() -> CheckpointError:
-    """What is owed by the state would be lost, or is not there."""
-    return CheckpointError(
-        "what is owed of changes was saved with another model or codec; resume with the same ones"
-    )
 
 
 def coded_changes(

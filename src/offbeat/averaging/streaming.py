@@ -36,12 +36,11 @@ from offbeat.averaging.periodic import (
     EncodedChanges,
     Everyone,
     WeightExchange,
-    another_codec,
     coded_reduction,
 )
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
-from offbeat.codec.topk_codec import WeightCodec
+from offbeat.codec.topk_codec import WeightCodec, another_codec
 from offbeat.errors import ConfigError
 from offbeat.weights.model_weights import ModelWeights, average_
 

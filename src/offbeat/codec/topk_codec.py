@@ -16,7 +16,7 @@ from offbeat.codec.selectors import Exact, KeptThreshold, Selector, ThresholdReu
 from offbeat.codec.sidco import SIDCo
 from offbeat.codec.value_codecs import BFloat16Values, Float8Values, Float32Values, ValueCodec
 from offbeat.codec.wire import Wire
-from offbeat.errors import ConfigError, nearest
+from offbeat.errors import CheckpointError, ConfigError, nearest
 
 SELECTORS: Final[Mapping[str, Selector]] = {
     "exact": Exact(),
@@ -160,4 +160,12 @@ def _object(name: str, value: object) -> Any:
     raise ConfigError(
         f"{name} must be one of {', '.join(map(repr, by_name))}, or a {kind.__name__}, got"
         f" {value!r}{nearest(str(value), by_name)}"
+    )
+
+
+def another_codec() -> CheckpointError:
+    """Says that what a state owes of changes of weights would be lost, or is not there."""
+    return CheckpointError(
+        "what is owed of changes of weights was saved with another model or codec; resume with the"
+        " same ones"
     )

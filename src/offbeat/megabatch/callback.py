@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
-from offbeat.codec.topk_codec import WeightCodec
+from offbeat.codec.topk_codec import WeightCodec, another_codec
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.megabatch.batch_sizes import (
     NO_LIMIT,
@@ -32,7 +32,7 @@ from offbeat.megabatch.batch_sizes import (
     square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
-from offbeat.megabatch.coded_merge import MergedChanges, another_codec
+from offbeat.megabatch.coded_merge import MergedChanges
 from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
 from offbeat.megabatch.merge_momentum import GAMMA, MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport

@@ -28,10 +28,9 @@ import torch
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.sparse import add_owed
 from offbeat.codec.tally import Tally
-from offbeat.codec.topk_codec import WeightCodec
+from offbeat.codec.topk_codec import WeightCodec, another_codec
 from offbeat.collectives.coded_sum import coded_sum
 from offbeat.collectives.topk_allgather import clipped_sum, topk_sum
-from offbeat.errors import CheckpointError
 from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import Staging, empty_means
 
@@ -139,10 +138,3 @@ class MergedChanges:
             raise another_codec()
         values = torch.as_tensor(self._layout.read(saved))
         self.owed = Owed(values, self._codec.entries.selector.initial_state())
-
-
-def another_codec() -> CheckpointError:
-    """What is owed by the state would be lost, or is not there."""
-    return CheckpointError(
-        "what is owed of merges was saved with another model or codec; resume with the same ones"
-    )

@@ -200,8 +200,9 @@ class Session:
         self.observers: list[SessionObserver] = []
         """Who is told of steps and of what is logged; to be appended to."""
         self.clips_by_value = False
-        """Whether the loop clips gradients by value. Whoever sees that sets it, and `Auto` then
-        leaves out what has selected entries by then.
+        """Whether the loop clips gradients by value. `offbeat run` and the integrations set it
+        where they see that, and `Auto` then leaves out strategies that have selected entries by
+        then.
         """
         self._chosen_buffers = choose_buffers(self._buffers_of(model))
         self._control = control
