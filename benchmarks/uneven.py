@@ -30,9 +30,12 @@ Classification Repository.
 
 An ablation is a race of AdaptiveSGD with one part changed at a time.
 
+`--scaling` trains with one, two and four equal workers, with batches of 32 for each of them, for
+equally many samples. The target is 95% of what AllReduce reaches with four, median over seeds.
+
     python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
         [--ablations NAME,...] [--racers NAME;...] [--later NAME;...] [--more-targets SHARE,...]
-        [--rate MBIT] [--workers N] [--train FILE --test FILE] [--situations NAME,...]
+        [--rate MBIT] [--scaling] [--train FILE --test FILE] [--situations NAME,...]
         [--rules NAME,...] [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
@@ -95,6 +98,7 @@ RACERS: Final[Mapping[str, str]] = {
     "Crossbow": "crossbow",
     "AllReduce": "allreduce",
     "AllReduce, batches by speed": "allreduce:batch_shares={speeds}",
+    "AdaptiveSGD, in 8 bits": "adaptive:mega_batch=50:codec=linear8:optimizer_state=local",
 }
 """By label."""
 _MERGED = "adaptive:mega_batch=50"
@@ -110,6 +114,8 @@ ABLATED: Final[Mapping[str, str]] = {
 BASELINE = "AllReduce"
 """Says what the target is."""
 RACES = ("half", "quarter")
+SCALING = "scaling"
+SCALING_WORKERS = (1, 2, 4)
 RACE_STEP_S, RACE_EPOCHS, TARGET = 0.05, 4, 0.95
 RATE_MBIT_PER_S = 1000
 QUOTA = 0.4
@@ -464,7 +470,6 @@ def race(
     keep: Path,
     more_targets: Sequence[float] = (),
     later: Sequence[str] = (),
-    workers: int = WORKERS,
     rate_mbit_per_s: int = RATE_MBIT_PER_S,
 ) -> Iterator[Figure]:
     """Steps, seconds and precision of strategies that train side by side.
@@ -480,26 +485,10 @@ def race(
         keep: directory for the comparisons.
         more_targets: shares of the baseline's precision, beside `TARGET`.
         later: labels; only their rows are yielded, where there are any.
-        workers: the first ones of the situation.
         rate_mbit_per_s: of each worker's link.
     """
-    task, speeds = build_task("xmc", paths), SPEEDS[situation][:workers]
-    steps = task.num_samples * epochs // (workers * BATCH)
-    settings = [f"{key}={value}" for key, value in paths.items()]
-    request = CompareRequest(
-        task="xmc",
-        strategies=[spec.format(speeds="/".join(map(str, speeds))) for spec in racers.values()],
-        settings=[*settings, f"batch_size={BATCH}"],
-        cluster=Cluster(
-            workers=workers,
-            link=LinkSpec(rate_bit_per_s=1e6 * rate_mbit_per_s),
-            speeds=speeds,
-            step_s=step_s,
-        ),
-        seeds=tuple(seeds),
-        steps=steps,
-        eval_every=max(1, steps // 20),
-    )
+    speeds = SPEEDS[situation]
+    request = _request(racers, speeds, paths, seeds, epochs, step_s, rate_mbit_per_s)
     directory, comparison = _compared(request, keep / title.replace(", ", "-"))
     if comparison.status != "finished":
         raise SystemExit(f"{title}: the comparison was {comparison.status}")
@@ -542,7 +531,7 @@ def race(
     one = replace(
         request,
         strategies=["allreduce"],
-        settings=[*settings, f"batch_size={workers * BATCH}"],
+        settings=[*request.settings[:-1], f"batch_size={WORKERS * BATCH}"],
         cluster=Cluster(workers=1),
         target=None if final is None else TARGET * final,
     )
@@ -557,6 +546,70 @@ def race(
         steps_to = measures["steps_to_target"]
         yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
     yield cell(column="precision in the end", value=_known(measures["final_metric"]), decimals=4)
+
+
+def scaling(seeds: Sequence[int], epochs: int, step_s: float, keep: Path) -> Iterator[Figure]:
+    """Steps, seconds and precision with a growing number of equal workers.
+
+    Args:
+        seeds: of the runs.
+        epochs: passes over the data.
+        step_s: what a batch is padded to, in seconds.
+        keep: directory for the comparisons.
+    """
+    racers = {label: RACERS[label] for label in ("AdaptiveSGD", BASELINE)}
+    found = {
+        workers: _compared(
+            _request(racers, SPEEDS["equal"][:workers], {}, seeds, epochs, step_s),
+            keep / f"{SCALING}-{workers}",
+        )
+        for workers in SCALING_WORKERS
+    }
+    best = found[WORKERS][1].strategies[-1].measures.get("final_metric", estimate([])).median
+    if best is None:
+        raise SystemExit(f"{SCALING}: no run of {BASELINE} with {WORKERS} workers came to its end")
+    for place, label in enumerate(racers):
+        for workers, (directory, comparison) in found.items():
+            with_target = comparison.model_copy(update={"target": TARGET * best})
+            strategy = analyse_records(directory, with_target, {}).strategies[place]
+            if strategy.failure is not None:
+                raise SystemExit(f"{SCALING}, {label}, {workers} workers: {strategy.failure}")
+            measures = strategy.measures
+            noun = "worker" if workers == 1 else "workers"
+            cell = partial(Figure, table=SCALING, case=f"{label}, {workers} {noun}")
+            yield cell(column="step, ms", value=_mean(measures["step_s"], 1e3), decimals=1)
+            for column, name, decimals in (
+                ("steps to the target", "steps_to_target", 0),
+                ("seconds to the target", "time_to_target_s", 1),
+                ("precision in the end", "final_metric", 4),
+            ):
+                yield cell(column=column, value=_known(measures[name]), decimals=decimals)
+
+
+def _request(
+    racers: Mapping[str, str],
+    speeds: Sequence[float],
+    paths: Mapping[str, str],
+    seeds: Sequence[int],
+    epochs: int,
+    step_s: float,
+    rate_mbit_per_s: int = RATE_MBIT_PER_S,
+) -> CompareRequest:
+    steps = build_task("xmc", paths).num_samples * epochs // (len(speeds) * BATCH)
+    return CompareRequest(
+        task="xmc",
+        strategies=[spec.format(speeds="/".join(map(str, speeds))) for spec in racers.values()],
+        settings=[*(f"{key}={value}" for key, value in paths.items()), f"batch_size={BATCH}"],
+        cluster=Cluster(
+            workers=len(speeds),
+            link=LinkSpec(rate_bit_per_s=1e6 * rate_mbit_per_s),
+            speeds=tuple(speeds),
+            step_s=step_s,
+        ),
+        seeds=tuple(seeds),
+        steps=steps,
+        eval_every=max(1, steps // 20),
+    )
 
 
 def _compared(request: CompareRequest, directory: Path) -> tuple[Path, Comparison]:
@@ -623,11 +676,7 @@ if __name__ == "__main__":
         help="of links in a race, in Mbit/s; default: %(default)s",
     )
     parser.add_argument(
-        "--workers",
-        type=int,
-        choices=range(2, WORKERS + 1),
-        default=WORKERS,
-        help="in a race, the first ones of a situation; default: %(default)s",
+        "--scaling", action="store_true", help=f"train with {SCALING_WORKERS} equal workers"
     )
     parser.add_argument("--train", help="data of races; default: the bundled ones")
     parser.add_argument("--test", help="data held out; needed with --train")
@@ -670,7 +719,6 @@ if __name__ == "__main__":
         races = RACES[:1] if asked.quick else tuple(filter(None, asked.races.split(",")))
         ablations = tuple(filter(None, asked.ablations.split(",")))
         on += f"{asked.rate} Mbit/s, " if asked.rate != RATE_MBIT_PER_S else ""
-        on += f"{asked.workers} workers, " if asked.workers != WORKERS else ""
         of_races = {
             f"race: {on}{situation}{added}": (f"race, {on}{situation}", situation, racers)
             for situation in races
@@ -684,11 +732,12 @@ if __name__ == "__main__":
                 *(title, situation, those, paths, range(seeds), epochs, race_step_s, directory),
                 more_targets=[float(one) for one in asked.more_targets.split(",") if one],
                 later=later,
-                workers=asked.workers,
                 rate_mbit_per_s=asked.rate,
             )
             for name, (title, situation, those) in of_races.items()
         }
+        if asked.scaling:
+            cells[SCALING] = partial(scaling, range(seeds), epochs, race_step_s, directory)
         work = LONG_STEPS if asked.long_steps else SHORT_STEPS
         shared = (rules, range(seeds), asked.mega_batches, step_s, directory, work)
         situations = ("half",) if asked.quick else filter(None, asked.situations.split(","))
