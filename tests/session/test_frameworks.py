@@ -275,9 +275,11 @@ def test_what_is_no_module_is_refused() -> None:
 
 
 def test_clipping_by_value_is_refused_where_entries_are_selected_before() -> None:
-    refuse_clipping_by_value(offbeat.AllReduce())
-    with pytest.raises(UnsupportedError, match="gtopk has selected entries by then"):
-        refuse_clipping_by_value(offbeat.GTopK())
+    for sends_all in (offbeat.AllReduce(), offbeat.SPDKFAC()):
+        refuse_clipping_by_value(sends_all)
+    for selects in (offbeat.GTopK(), offbeat.SPDKFAC(exchange="gtopk")):
+        with pytest.raises(UnsupportedError, match="gtopk has selected entries by then"):
+            refuse_clipping_by_value(selects)
 
 
 # Files of a session's state beside a framework's checkpoint
