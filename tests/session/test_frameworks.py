@@ -320,8 +320,10 @@ def test_files_of_an_earlier_run_of_more_ranks_are_not_read(tmp_path: Path) -> N
 def test_a_framework_takes_a_name_with_options_and_tells_a_strategy_its_norm() -> None:
     assert as_strategy("gtopk:density=0.01") == offbeat.GTopK(density=0.01)
     assert as_strategy("topk", clip_norm=2.0) == offbeat.TopK(clip_norm=2.0)
-    told = offbeat.TopK(clip_norm=1.0)
-    assert as_strategy(told, clip_norm=2.0) is told
+    kfac = as_strategy("spdkfac:exchange=topk", clip_norm=2.0)
+    assert kfac == offbeat.SPDKFAC(exchange=offbeat.TopK(clip_norm=2.0))
+    for told in (offbeat.TopK(clip_norm=1.0), offbeat.SPDKFAC()):
+        assert as_strategy(told, clip_norm=2.0) is told
     with pytest.raises(ConfigError, match="did you mean 'density'"):
         as_strategy("gtopk:densty=0.01")
 
