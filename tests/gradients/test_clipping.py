@@ -350,12 +350,15 @@ def gradient_norm(net: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (offbeat.TopK(), r"pass clip_norm=2 to the strategy"),
+        (offbeat.TopK(), r"pass clip_norm=2 to what selects"),
         (
             offbeat.GTopK(clip_norm=1.0),
             r"clip_norm=1 already, and clip_grad_norm_\(\) got max_norm=2",
         ),
-        (offbeat.DKFAC(exchange="gtopk"), r"pass clip_norm=2 to the strategy"),
+        (
+            offbeat.DKFAC(exchange="gtopk"),
+            r"offbeat\.GTopK\(clip_norm=2\), alone or as exchange of K-FAC",
+        ),
     ],
 )
 def test_clipping_too_late_is_refused(strategy: Strategy, message: str) -> None:

@@ -275,9 +275,11 @@ def test_what_is_no_module_is_refused() -> None:
 
 
 def test_clipping_by_value_is_refused_where_entries_are_selected_before() -> None:
-    refuse_clipping_by_value(offbeat.AllReduce())
-    with pytest.raises(UnsupportedError, match="gtopk has selected entries by then"):
-        refuse_clipping_by_value(offbeat.GTopK())
+    for sends_all in (offbeat.AllReduce(), offbeat.SPDKFAC()):
+        refuse_clipping_by_value(sends_all)
+    for selects in (offbeat.GTopK(), offbeat.SPDKFAC(exchange="gtopk")):
+        with pytest.raises(UnsupportedError, match="gtopk has selected entries by then"):
+            refuse_clipping_by_value(selects)
 
 
 # Files of a session's state beside a framework's checkpoint
@@ -318,8 +320,10 @@ def test_files_of_an_earlier_run_of_more_ranks_are_not_read(tmp_path: Path) -> N
 def test_a_framework_takes_a_name_with_options_and_tells_a_strategy_its_norm() -> None:
     assert as_strategy("gtopk:density=0.01") == offbeat.GTopK(density=0.01)
     assert as_strategy("topk", clip_norm=2.0) == offbeat.TopK(clip_norm=2.0)
-    told = offbeat.TopK(clip_norm=1.0)
-    assert as_strategy(told, clip_norm=2.0) is told
+    kfac = as_strategy("spdkfac:exchange=topk", clip_norm=2.0)
+    assert kfac == offbeat.SPDKFAC(exchange=offbeat.TopK(clip_norm=2.0))
+    for told in (offbeat.TopK(clip_norm=1.0), offbeat.SPDKFAC()):
+        assert as_strategy(told, clip_norm=2.0) is told
     with pytest.raises(ConfigError, match="did you mean 'density'"):
         as_strategy("gtopk:densty=0.01")
 

@@ -15,6 +15,7 @@ import offbeat
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import MAX_NOTICES, Context, Notices
 from offbeat.errors import OffbeatWarning
+from offbeat.session.attach import attach_through
 from offbeat.strategies.base import Strategy
 
 
@@ -108,6 +109,22 @@ def test_dropping_what_a_strategy_has_exchanged_and_needs_is_said_once(
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
         assert sum("has dropped gradients" in notice for notice in session.notices) == drops
+
+
+@pytest.mark.parametrize("strategy", [offbeat.PowerSGD(rank=1), offbeat.AllReduce(codec="sign")])
+def test_what_a_loop_without_an_optimizer_has_used_is_not_called_dropped(
+    strategy: Strategy,
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    with attach_through(lambda driver: driver, model, None, strategy) as session:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.sub_(parameter.grad, alpha=0.1)
+            model.zero_grad()
+        assert not any("has dropped gradients" in notice for notice in session.notices)
 
 
 @pytest.mark.parametrize("habit", ["goes back", "evaluates another", "resumes", "resumes late"])

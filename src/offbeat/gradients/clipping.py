@@ -96,7 +96,8 @@ class LocalClipping:
             raise ConfigError(
                 "this strategy has selected entries within backward(), so clipping now would leave"
                 " what is too large in the residual, from where it comes back step by step; pass"
-                f" clip_norm={max_norm:g} to the strategy, which clips before it selects"
+                f" clip_norm={max_norm:g} to what selects, and it clips before that: such as"
+                f" offbeat.GTopK(clip_norm={max_norm:g}), alone or as exchange of K-FAC"
             )
         self.follow(max_norm)
         if max_norm != self.clip_norm:

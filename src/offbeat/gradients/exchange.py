@@ -346,7 +346,8 @@ class GradientExchange(Callback):
         self._exchanges_since_step = self._exchanges_since_update = 0
         # The parameters that passes in `no_sync` have accumulated in since the last exchange.
         self._unsent = set[int]()
-        self._has_told_of_dropped = False
+        # Without an optimizer nobody says when a step has used gradients.
+        self._has_told_of_dropped = context.optimizer is None
 
     @property
     def buckets(self) -> Sequence[Bucket]:

@@ -31,6 +31,7 @@ from offbeat.session.attach import strategy_of
 from offbeat.session.session import Session
 from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from offbeat.torch_private import active_ddp_module
@@ -170,7 +171,7 @@ def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> 
     Args:
         strategy: such as `offbeat.GTopK(density=0.01)`, or "gtopk:density=0.01".
         clip_norm: to which the framework clips gradients; a strategy that has to clip before it
-            selects, and was told no norm itself, is given it.
+            selects, and was told no norm itself, is given it, also what K-FAC sends gradients by.
 
     Raises:
         ConfigError: there is no such strategy, or option of it.
@@ -183,8 +184,10 @@ def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> 
             " framework divides the data; write the loop yourself with offbeat.attach and"
             " session.loader, or choose another strategy"
         )
-    if clip_norm and isinstance(strategy, SparseGradientStrategy) and strategy.clip_norm is None:
-        return replace(strategy, clip_norm=clip_norm)
+    exchange = strategy.gradients if isinstance(strategy, KFACStrategy) else strategy
+    if clip_norm and isinstance(exchange, SparseGradientStrategy) and exchange.clip_norm is None:
+        clips = replace(exchange, clip_norm=clip_norm)
+        return replace(strategy, exchange=clips) if isinstance(strategy, KFACStrategy) else clips
     return strategy
 
 

@@ -180,9 +180,10 @@ class StrategyRecipe(ScriptRecipe):
 
 def refuse_clipping_by_value(strategy: Strategy) -> None:
     """Raise `UnsupportedError` where a loop clips gradients by value that `strategy` has sent."""
-    if isinstance(strategy, SparseGradientStrategy):
+    exchange = getattr(strategy, "gradients", strategy)  # K-FAC has another one that sends them
+    if isinstance(exchange, SparseGradientStrategy):
         raise UnsupportedError(
-            f"the loop clips gradients by value, and {strategy.name} has selected entries by then,"
+            f"the loop clips gradients by value, and {exchange.name} has selected entries by then,"
             " so that what is cut off of them would come back; clip by norm, or choose a strategy"
             " that sends whole gradients"
         )
