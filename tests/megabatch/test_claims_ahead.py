@@ -153,7 +153,7 @@ class Policy(MegaBatchCallback):
         return False
 
     @override
-    def on_batch_claimed(self, num_samples: int) -> None:
+    def batch_handed_out(self, num_samples: int) -> None:
         """Learning rates are not scaled."""
 
     @override

@@ -430,6 +430,20 @@ def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
     assert session.stats.exchanges == 2
 
 
+@pytest.mark.parametrize("warmup", [0, 20])
+def test_the_rate_is_that_of_the_batch_whatever_its_gradient_is_said_to_count(
+    attached: Make, warmup: int
+) -> None:
+    """As by its tokens, in a script that trains by gradients too."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=4, warmup=warmup))
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    for (x,) in session.loader(numbers(32), batch_size=4):
+        session.weigh(1000 * len(x))
+        step(net, optimizer, x)
+    assert rates == [0.1] * 8
+
+
 def test_elastic_sgd_in_a_loop_of_ones_own_says_nothing(attached: Make) -> None:
     """It is what its name says with any batches."""
     net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=1))

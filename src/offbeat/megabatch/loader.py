@@ -539,7 +539,7 @@ class DispatchLoader(Callback):
             self._handed_out.append(claim)
             self.batch_position = claim.spans[0].begin
             if not self._is_step:  # Rates are for as many samples as all ranks have together.
-                self._policy.on_batch_claimed(claim.num_samples)
+                self._policy.batch_handed_out(claim.num_samples)
 
     @property
     def _is_away(self) -> bool:
