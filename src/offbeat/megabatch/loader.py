@@ -835,6 +835,13 @@ class DispatchLoader(Callback):
         self._open_round, self._batches = None, None
         self._ahead.clear()
 
+    @override
+    def load_older_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        # What is called at merges, such as a scheduler, was saved beside it.
+        saved = state["local"]
+        merged = int(saved["epoch"]) * self.num_mega_batches + int(saved["mega_batch"])
+        self._num_told = merged - int(saved.get("untold", 0))
+
     def _find_place(self, samples_of_mega_batch: int) -> None:
         """Go on with the mega-batch in which the one that was under way begins, where these had
         another size when the state was saved. What was computed behind its end comes again.
