@@ -153,7 +153,7 @@ class Policy(MegaBatchCallback):
         return False
 
     @override
-    def on_batch_claimed(self, num_samples: int) -> None:
+    def batch_handed_out(self, num_samples: int) -> None:
         """Learning rates are not scaled."""
 
     @override
@@ -405,8 +405,13 @@ def test_a_rank_claims_as_far_ahead_as_it_may() -> None:
     assert peers.store.add("claims/given/0", 0) == samples_per_claim * (2 + 1)
 
 
-def test_a_rank_that_joins_makes_up_for_the_merges_that_it_has_missed() -> None:
-    """Mega-batches have ten samples: it comes in when the second of the second epoch is over."""
+@pytest.mark.parametrize("before", [{}, {"epoch": 1, "mega_batch": 1, "untold": 1}])
+def test_a_rank_that_joins_makes_up_for_the_merges_that_it_has_missed(
+    before: dict[str, int],
+) -> None:
+    """Mega-batches have ten samples: it comes in when the second of the second epoch is over. Of
+    three its scheduler has heard where it comes back with a checkpoint.
+    """
     peers = Peers(2)
     policy = Policy(1, peers)
     over = ClaimRound(epoch=1, mega_batch=1, round=4, retry=0, spans=(SampleRange(10, 20),))
@@ -424,8 +429,11 @@ def test_a_rank_that_joins_makes_up_for_the_merges_that_it_has_missed() -> None:
     assert (loader.epoch, loader.mega_batch) == (1, 2)
     # What a merge calls may look at the loader, which its maker has from now on.
     assert policy.num_merged == 0
+    if before:
+        loader.load_older_state({"local": before})
     next(loader.one_mega_batch())
-    assert policy.num_merged == loader.num_merged == 3 + 2
+    assert loader.num_merged == 3 + 2
+    assert policy.num_merged == (2 if before else 5)
 
 
 class Weighing(Policy):

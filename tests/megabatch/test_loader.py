@@ -31,7 +31,7 @@ from offbeat.megabatch.loader import (
     order_of,
 )
 from offbeat.session.loaders import LockstepLoader, make_loader, num_steps, spans_of
-from offbeat.transport.connect import RejoinedDriver
+from offbeat.transport.connect import Connection, RejoinedDriver
 from offbeat.transport.driver import Driver, Stream
 from thread_support.world import results_of, session_on
 
@@ -428,6 +428,20 @@ def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
     step(net, optimizer, torch.ones(3, 1))  # which says nothing more
     assert rates == [0.1, 0.1]
     assert session.stats.exchanges == 2
+
+
+@pytest.mark.parametrize("warmup", [0, 20])
+def test_the_rate_is_that_of_the_batch_whatever_its_gradient_is_said_to_count(
+    attached: Make, warmup: int
+) -> None:
+    """As by its tokens, in a script that trains by gradients too."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=4, warmup=warmup))
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    for (x,) in session.loader(numbers(32), batch_size=4):
+        session.weigh(1000 * len(x))
+        step(net, optimizer, x)
+    assert rates == [0.1] * 8
 
 
 def test_elastic_sgd_in_a_loop_of_ones_own_says_nothing(attached: Make) -> None:
@@ -840,6 +854,39 @@ def test_in_step_a_worker_that_has_come_back_divides_samples_as_those_before() -
     assert back.asked == (2, 3)
     batches = [[x.tolist() for (x,) in loader] for loader in (founders[1], back)]
     assert batches[0] == batches[1]
+
+
+@pytest.mark.parametrize("is_by_ranks", [False, True])
+def test_in_step_a_worker_that_has_come_back_goes_on_at_the_place_of_its_checkpoint(
+    *, is_by_ranks: bool
+) -> None:
+    """It began with the first epoch again, however far its peers were."""
+    store = HashStore()
+    network: Any = SimpleNamespace(own_store=lambda: store, cipher="curve")
+
+    def begun(driver: Driver, *, returns: bool) -> tuple[Session, LockstepLoader]:
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters())
+        connection = Connection(driver=driver, network=network)
+        strategy = offbeat.AllReduce()
+        session = Session(net, optimizer, strategy, connection=connection, returns=returns)
+        loader = session.loader(numbers(20), batch_size=2)
+        assert isinstance(loader, LockstepLoader)
+        return session, loader
+
+    def job(driver: Driver) -> tuple[dict[str, Any], list[Any]]:
+        session, loader = begun(driver, returns=False)
+        with session:
+            assert len(list(loader)) == len(list(islice(loader, 3))) + 2
+            state = session.state_to_save() if is_by_ranks else session.state_dict()
+            return copy.deepcopy(state), [x.tolist() for (x,) in loader]
+
+    _, (state, rest) = results_of(2, job)
+    session, loader = begun(RejoinedDriver(1, 2, on_closed=lambda: None), returns=True)
+    with session:
+        session.load_state_dict(state)
+        assert [x.tolist() for (x,) in loader] == rest
+        assert loader.epoch == 2
 
 
 def test_in_step_a_loop_goes_on_in_the_later_epoch_whose_state_is_loaded_in_it() -> None:

@@ -270,7 +270,9 @@ def test_a_merge_leaves_all_members_with_the_weighted_mean(gamma: float) -> None
     assert [rank.protocol.num_merges for rank in ranks] == [1] * 4
 
 
-def counted_in_a_copy(rank: Rank) -> tuple[Callable[[], MergeOutcome], torch.Tensor]:
+def counted_in_a_copy(
+    rank: Rank, *, since_merge: int = 1
+) -> tuple[partial[MergeOutcome], torch.Tensor]:
     """A call for the mean of all models, and the counter of the copy that has it afterwards."""
     count = torch.zeros_like(rank.count)
     copy = replace(
@@ -278,7 +280,8 @@ def counted_in_a_copy(rank: Rank) -> tuple[Callable[[], MergeOutcome], torch.Ten
         parameters={name: each.detach().clone() for name, each in rank.parameters.items()},
         buffers=lambda: {"count": count},
     )
-    return lambda: rank.protocol.mean_into(copy, report_of(rank.number, since_merge=1)), count
+    report = report_of(rank.number, since_merge=since_merge)
+    return partial(rank.protocol.mean_into, copy, report), count
 
 
 def test_the_mean_for_a_copy_counts_as_a_merge_does() -> None:
@@ -290,6 +293,19 @@ def test_the_mean_for_a_copy_counts_as_a_merge_does() -> None:
     calls, counts = zip(*map(counted_in_a_copy, ranks), strict=True)
     together(ranks, calls)
     assert [int(count) for count in counts] == [3, 3]
+
+
+def test_a_copy_from_before_a_merge_that_went_on_has_what_came_of_it() -> None:
+    """As one has that a loop asks for after its last batch, while the models are being merged."""
+    ranks = make_ranks(2)
+    snapshots = freeze(ranks, [1, 3])
+    calls, counts = zip(*(counted_in_a_copy(rank, since_merge=0) for rank in ranks), strict=True)
+    copies = [call.args[0].parameters for call in calls]
+    merge_beside(ranks, snapshots)
+    together(ranks, calls)
+    assert [copy["rows"].unique().tolist() for copy in copies] == [[0.75]] * 2
+    assert [copy["dense"].tolist() for copy in copies] == [[7.5, 7.5]] * 2
+    assert [int(count) for count in counts] == [1, 1]
 
 
 def test_one_that_is_new_has_what_its_peers_have_counted_in_its_copy_too() -> None:

@@ -251,7 +251,7 @@ class Policy(MegaBatchCallback):
         return merged
 
     @override
-    def on_batch_claimed(self, num_samples: int) -> None: ...
+    def batch_handed_out(self, num_samples: int) -> None: ...
 
     @override
     def mega_batches_merged(self, count: int) -> None:

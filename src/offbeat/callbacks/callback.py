@@ -222,6 +222,11 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Inverse of `state_dict`. Raises `CheckpointError` when the state does not fit."""
 
+    def load_older_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """This rank has come back, and is where its peers are: take of its `state`, which is older,
+        only what they do not know. Raises as `load_state_dict`.
+        """
+
     def strategy_of(self, state: Mapping[str, Mapping[str, Any]]) -> Any:
         """The strategy that was at work when `state` of this callback was saved, where it is this
         callback that chooses one; else None.

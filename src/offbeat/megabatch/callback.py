@@ -337,12 +337,12 @@ class MegaBatchCallback(Callback):
         bounds = [self._plan.bounds(self._base, limits.get(rank)) for rank in self.ranks]
         self._set_batch_sizes([bound.clip(size) for bound, size in zip(bounds, sizes, strict=True)])
 
-    @override
-    def on_batch_claimed(self, num_samples: int) -> None:
-        # Without a loader this is the user's word for a loop whose batches are not ours to scale.
-        if self._has_loader:
-            before = [] if self._has_stepped else self._claimed
-            self._claimed, self._has_stepped = [*before, num_samples], False
+    def batch_handed_out(self, num_samples: int) -> None:
+        """The loop has a batch of so many samples, and the next step is taken with it. By how much
+        a user says that a gradient counts is another thing, and scales no rate.
+        """
+        before = [] if self._has_stepped else self._claimed
+        self._claimed, self._has_stepped = [*before, num_samples], False
 
     def samples_of_round(self, samples_before: int) -> int | None:
         """How many samples the ranks compute together until models are merged next, about; None: a

@@ -539,7 +539,7 @@ class DispatchLoader(Callback):
             self._handed_out.append(claim)
             self.batch_position = claim.spans[0].begin
             if not self._is_step:  # Rates are for as many samples as all ranks have together.
-                self._policy.on_batch_claimed(claim.num_samples)
+                self._policy.batch_handed_out(claim.num_samples)
 
     @property
     def _is_away(self) -> bool:
@@ -834,6 +834,13 @@ class DispatchLoader(Callback):
         self._handed_out, self._asked_at_s, self._waited_s = [], None, 0.0
         self._open_round, self._batches = None, None
         self._ahead.clear()
+
+    @override
+    def load_older_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        # What is called at merges, such as a scheduler, was saved beside it.
+        saved = state["local"]
+        merged = int(saved["epoch"]) * self.num_mega_batches + int(saved["mega_batch"])
+        self._num_told = merged - int(saved.get("untold", 0))
 
     def _find_place(self, samples_of_mega_batch: int) -> None:
         """Go on with the mega-batch in which the one that was under way begins, where these had

@@ -316,17 +316,18 @@ class MergeProtocol:
             self.merge(report)
 
     def mean_into(self, weights: ModelWeights, report: TrainerReport) -> MergeOutcome:
-        """Write the mean of all members' models into `weights`, a copy of this rank's model. A rank
-        that is new merges first, and then has the mean.
+        """Write the mean of all members' models into `weights`, a copy of this rank's model, which
+        may be from before a merge that it has taken over. A rank that is new merges first, and then
+        has the mean.
         """
         outcome = self._take_at_once(self.freeze(report), "mean")
-        if (mean := outcome.mean) is not None:
-            is_mine = outcome.kind == "merge"
-            weights = replace(weights, chosen=self._weights.chosen)
-            news = self._weights.tensors() if is_mine else mean.merged
-            for target, new in zip(weights.tensors(), news, strict=True):
-                target.copy_(new)
-            weights.write_counters(self._weights.read_counters() if is_mine else mean.counters)
+        # Without one all members hold the same.
+        mean = None if outcome.kind == "merge" else outcome.mean
+        weights = replace(weights, chosen=self._weights.chosen)
+        news = self._weights.tensors() if mean is None else mean.merged
+        for target, new in zip(weights.tensors(), news, strict=True):
+            target.copy_(new)
+        weights.write_counters(self._weights.read_counters() if mean is None else mean.counters)
         return outcome
 
     def _take_at_once(

@@ -521,6 +521,10 @@ class LockstepLoader(Callback):
             self._first, self.step = self._num_samples - left, 0
 
     @override
+    def load_older_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self.load_state_dict(state)  # where peers are in their data they do not tell
+
+    @override
     def close(self) -> None:
         self._batches = iter(())
         self._fetcher.close()

@@ -809,10 +809,18 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`. Raises `CheckpointError` if the state is of another strategy,
         model, rank or world size. A worker that has come back, and has not taken a step yet, stays
-        where its peers are, whatever its checkpoint says.
+        where its peers are, whatever its checkpoint says, and takes of it only what they do not
+        tell, such as the place of a loader in step.
         """
         if self._stays_with_peers:
             self._notify_left_out("state of the session")
+            if "ranks" in state:
+                state = of_rank(state, self.world_size, self.rank)
+            older = state.get("callbacks", {})
+            for callback in self._callbacks:
+                if callback.state_key in older:
+                    with naming_misfit(f"the state of {callback.state_key!r}"):
+                        callback.load_older_state(older[callback.state_key])
             return
         if self._island_state is not None:
             self._load_callbacks(self._island_state.callbacks(state, self.strategy.name))
