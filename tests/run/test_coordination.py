@@ -244,6 +244,15 @@ def test_where_nobody_counts_them_a_process_ends_as_by_an_exit(number: signal.Si
     assert ended.value.code == 128 + number
 
 
+def test_a_second_request_does_not_end_what_the_first_one_has_begun() -> None:
+    """As where Slurm asks a worker to stop, and then its supervisor, which Slurm has asked too."""
+    exit_at_stop_signals()
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.raise_signal(number)
+
+
 def test_who_prints_after_its_terminal_was_closed_goes_on() -> None:
     """A write to a terminal that is gone would raise, while workers write their checkpoint."""
     program = """
