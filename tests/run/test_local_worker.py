@@ -18,8 +18,9 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run import recording, step_recorder
+from offbeat.run import recording, records, step_recorder
 from offbeat.run.children import CHILD_VARIABLE
+from offbeat.run.config import ScriptCommand, script_run
 from offbeat.run.coordination import Coordinator
 from offbeat.run.local_worker import description_of_end
 from offbeat.run.plan import script_command, script_config
@@ -505,6 +506,17 @@ def test_a_rank_ends_well_though_another_one_takes_longer_than_the_store_waits(
     recorder.end()
     assert "the record is not complete" in caplog.text
     assert [event.step for event in Record(path).events(1)] == [1]
+
+
+def test_of_runs_that_begin_at_once_each_has_a_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the supervisors of two hosts do in one directory, once they have met."""
+    monkeypatch.chdir(tmp_path)
+    found = [Path("runs") / name for name in ("mine-001", "mine-001", "mine-002")]
+    monkeypatch.setattr(records, "first_free", lambda name: found.pop(0))
+    config = script_run(ScriptCommand(path="mine.py"), "allreduce", {}, workers=1)
+    assert [create(None, config).name for _ in range(2)] == ["mine-001", "mine-002"]
 
 
 def test_nobody_waits_for_the_end_of_a_rank_that_does_not_see_the_record(tmp_path: Path) -> None:
