@@ -20,6 +20,7 @@ from offbeat.errors import ConfigError
 from offbeat.run import coordination, supervise
 from offbeat.run.coordination import (
     LOOPBACK,
+    ON_LOOPBACK,
     PATIENCE,
     Coordinator,
     only_returned_ranks_step,
@@ -30,6 +31,7 @@ from offbeat.run.coordination import (
 from offbeat.run.interrupts import exit_at_stop_signals, interrupts
 from offbeat.run.supervise import Meeting, meet
 from offbeat.transport.connect import SECRET_VARIABLE
+from offbeat.transport.interface import ADDRESS_VARIABLE, listen_address, reachable_address
 from transport_support.ports import free_ports
 
 # Ranks of which some are dead agree: every living one gets the same answer, and none hangs.
@@ -244,6 +246,15 @@ def test_where_nobody_counts_them_a_process_ends_as_by_an_exit(number: signal.Si
     assert ended.value.code == 128 + number
 
 
+def test_a_second_request_does_not_end_what_the_first_one_has_begun() -> None:
+    """As where Slurm asks a worker to stop, and then its supervisor, which Slurm has asked too."""
+    exit_at_stop_signals()
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.raise_signal(number)
+
+
 def test_who_prints_after_its_terminal_was_closed_goes_on() -> None:
     """A write to a terminal that is gone would raise, while workers write their checkpoint."""
     program = """
@@ -320,3 +331,18 @@ def test_of_an_address_without_a_known_interface_workers_have_the_one_that_the_u
     (port,) = free_ports(1)
     own = meet(Meeting(host=LOOPBACK, port=port, num_nodes=1, node_rank=0), workers=2)
     assert own.environment["GLOO_SOCKET_IFNAME"] == named
+
+
+def test_only_workers_of_several_hosts_are_reached_by_the_address_that_the_user_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = "203.0.113.7"
+    for name in ("MASTER_ADDR", "OFFBEAT_INTERFACE"):
+        monkeypatch.setenv(name, LOOPBACK)
+    monkeypatch.setenv(ADDRESS_VARIABLE, named)
+    (port,) = free_ports(1)
+    own = meet(Meeting(host=LOOPBACK, port=port, num_nodes=1, node_rank=0), workers=2)
+    for environment, reached_at in ((ON_LOOPBACK, LOOPBACK), (own.environment, named)):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert reachable_address(listen_address()) == reached_at

@@ -298,6 +298,22 @@ def test_a_scaler_is_found_and_the_loss_is_seen_as_the_script_has_it(
     assert script.session.stats.steps == 1
 
 
+def test_a_loss_of_a_class_of_its_own_is_seen_once(stack: ExitStack) -> None:
+    """As of MONAI or fastai, whose tensors carry more than their content."""
+
+    class Named(torch.Tensor): ...
+
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    loss = ddp(X.as_subclass(Named)).sum()
+    assert isinstance(loss, Named)
+    loss.backward()
+    optimizer.step()
+    assert script.heard.losses == [pytest.approx(loss.item())]
+    assert script.session.stats.exchanges == 1
+
+
 def test_each_of_two_scalers_is_that_of_the_losses_that_it_scales(stack: ExitStack) -> None:
     """As in a GAN: what is owed of either model is in the unit of its own losses."""
     script = Script(

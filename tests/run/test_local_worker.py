@@ -18,8 +18,9 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run import recording, step_recorder
+from offbeat.run import recording, records, step_recorder
 from offbeat.run.children import CHILD_VARIABLE
+from offbeat.run.config import ScriptCommand, script_run
 from offbeat.run.coordination import Coordinator
 from offbeat.run.local_worker import description_of_end
 from offbeat.run.plan import script_command, script_config
@@ -505,6 +506,40 @@ def test_a_rank_ends_well_though_another_one_takes_longer_than_the_store_waits(
     recorder.end()
     assert "the record is not complete" in caplog.text
     assert [event.step for event in Record(path).events(1)] == [1]
+
+
+def test_of_runs_that_begin_at_once_each_has_a_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the supervisors of two hosts do in one directory, once they have met."""
+    monkeypatch.chdir(tmp_path)
+    found = [Path("runs") / name for name in ("mine-001", "mine-001", "mine-002")]
+    monkeypatch.setattr(records, "first_free", lambda name: found.pop(0))
+    config = script_run(ScriptCommand(path="mine.py"), "allreduce", {}, workers=1)
+    assert [create(None, config).name for _ in range(2)] == ["mine-001", "mine-002"]
+
+
+def test_nobody_waits_for_the_end_of_a_rank_that_does_not_see_the_record(tmp_path: Path) -> None:
+    """As on a second host of torchrun's that has a disk of its own."""
+    path, store = recorded_run(tmp_path), dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    first, other = Coordinator(store, 0, 2), Coordinator(store, 1, 2)
+    first.publish("attempt/0", "0")
+    first.publish("begun/0", json.dumps(["", str(tmp_path / "of another host")]))
+    opened = OpenRecord(record=RunDirectory(path), coordinator=first)
+    assert shared_record(other, opened.record.config, None) is None
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        model(torch.ones(5, 2)).sum().backward()
+        optimizer.step()
+    recorder.end()
+    summary = Record(path).summary()
+    assert summary is not None
+    assert summary.steps == 1
+    assert summary.notices[-1].startswith("what rank 1 did is not recorded")
 
 
 ONE_STEP = """

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +221,35 @@ def test_a_model_that_another_ddp_model_calls_is_none_of_its_business() -> None:
 
 
 # Wrapped optimizers
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_a_step_that_calls_that_of_its_base_class_is_one_step(by_closure: bool) -> None:
+    """PyTorch runs hooks in both, once there has been an optimizer of the base class, such as the
+    outer one.
+    """
+
+    class Scaled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = make_model()
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    strategy = offbeat.LocalSGD(period=2, outer="diloco")
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model)
+        return 0.0
+
+    with offbeat.attach(model, optimizer, strategy) as session:
+        for _ in range(4):
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        assert (session.stats.steps, session.stats.exchanges) == (4, 2)
 
 
 class Prepared(torch.optim.Optimizer):

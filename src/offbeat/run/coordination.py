@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from offbeat.transport.connect import RETURN_VARIABLE, launched
-from offbeat.transport.interface import bound_socket
+from offbeat.transport.interface import ADDRESS_VARIABLE, bound_socket
 
 LOOPBACK: Final = "127.0.0.1"
 ON_LOOPBACK: Final = {
     "OFFBEAT_INTERFACE": LOOPBACK,
+    ADDRESS_VARIABLE: "",  # nobody comes to loopback by the address that other hosts know
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
 }
 """Environment variables of workers of one host."""

@@ -62,12 +62,20 @@ def stop_requests(heed: Callable[[int], object]) -> Iterator[None]:
 
 
 def exit_at_stop_signals() -> None:
-    """Make SIGTERM and SIGHUP end this process as `sys.exit` does, so that what it has set up is
-    taken down; by default they end it at once.
+    """Make the first SIGTERM or SIGHUP end this process as `sys.exit` does, so that what it has set
+    up is taken down; by default they end it at once. Slurm and systemd send a worker one, beside
+    that of its supervisor: a second one must not end the first one's checkpoint.
     """
+    leaving: set[int] = set()
+
+    def leave(number: int) -> None:
+        if (process := os.getpid()) not in leaving:  # one that is forked meanwhile is another
+            leaving.add(process)
+            sys.exit(128 + number)
+
     for number in _stop_signals():
         if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, _heeding(lambda number: sys.exit(128 + number)))
+            signal.signal(number, _heeding(leave))
 
 
 def _heeding(heed: Callable[[int], object]) -> Callable[[int, FrameType | None], None]:

@@ -63,6 +63,7 @@ from torch.distributed import distributed_c10d, fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import has_torch_function
 
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
@@ -415,6 +416,9 @@ def _before_step(listener: ScriptListener) -> Callable[..., None]:
 def _backward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
     @wraps(original)
     def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if has_torch_function([self]):  # the tensor's class calls this method again
+            original(self, *args, **kwargs)
+            return
         listener.backward_begins(self)
         original(self, *args, **kwargs)
         listener.backward_ended()

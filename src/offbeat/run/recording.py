@@ -34,7 +34,7 @@ from offbeat.run.coordination import Coordinator, group_store
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
 from offbeat.run.records import Evaluation, RunDirectory, as_measured, begin_attempt, create
-from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
+from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, leave_out, write_end
 from offbeat.run.step_recorder import (
     AttachedModel,
     ExchangeSession,
@@ -444,6 +444,7 @@ def shared_record(
             coordinator.rank,
             directory,
         )
+        leave_out(coordinator)
         return None
     return OpenRecord(record=RunDirectory(directory), coordinator=coordinator)
 

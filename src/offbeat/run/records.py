@@ -443,7 +443,7 @@ def create(path: Path | None, config: RunConfig) -> Path:
     Raises:
         RecordError: `path` exists and is not an empty directory. Nothing in it is touched.
     """
-    directory = first_free(f"{config.task}-{config.strategy}") if path is None else path
+    directory = _claim_free(f"{config.task}-{config.strategy}") if path is None else path
     check_free(directory)
     head = RunHead(
         kind=RUN_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=environment()
@@ -549,9 +549,18 @@ def _is_torn(path: Path) -> bool:
 def first_free(name: str) -> Path:
     """The first directory below runs/ of this name and a number that is not there yet."""
     number = 1
-    while (path := Path("runs") / f"{name}-{number:03d}").exists():
+    while os.path.lexists(path := Path("runs") / f"{name}-{number:03d}"):
         number += 1
     return path
+
+
+def _claim_free(name: str) -> Path:
+    """`first_free`, made: of runs that begin at once, as on the hosts of one, each has its own."""
+    while True:
+        path = first_free(name)
+        with naming_failed_file(path, ELSEWHERE), suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
 
 
 def _describe(path: Path) -> str:

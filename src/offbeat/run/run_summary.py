@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from offbeat.run.coordination import Coordinator
 from offbeat.run.records import Summary, write_summary
 from offbeat.run.step_recorder import StepRecorder
 from offbeat.session.sharded import reshard_modules
@@ -22,6 +23,8 @@ HANGS_S: Final = 10.0
 """Where ranks do not keep step: for how long the end waits for one that does not come, though all
 had finished.
 """
+
+_END: Final = "end"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +74,20 @@ def gather_ends(
         * (1 if sys.platform == "darwin" else 1024),
         "notices": [*session.notices, *run.notices, *notices],
     }
-    told = run.coordinator.gather_living("end", json.dumps(mine), step=step, patience_s=patience_s)
+    told = run.coordinator.gather_living(_END, json.dumps(mine), step=step, patience_s=patience_s)
     if not run.coordinator.must_perform("summary", {*told, run.coordinator.rank}):
         return None
-    return [json.loads(text) for text in told.values()]
+    ends = [json.loads(text) for text in told.values() if text]
+    if missing := [str(rank) for rank, text in told.items() if not text]:
+        ends[0]["notices"].append(
+            f"what rank {', '.join(missing)} did is not recorded: this directory is not seen there"
+        )
+    return ends
+
+
+def leave_out(coordinator: Coordinator) -> None:
+    """Nobody is to wait for what this rank has to say at its end: it is not recorded."""
+    coordinator.publish(f"{_END}/{coordinator.rank}", "")
 
 
 def write_end(

@@ -34,7 +34,7 @@ from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, 
 from offbeat.run.supervisor import HostShare, WorkerGroup
 from offbeat.strategies.by_name import build_strategy
 from offbeat.transport.connect import SECRET_VARIABLE
-from offbeat.transport.interface import interface_of, listen_address
+from offbeat.transport.interface import ADDRESS_VARIABLE, interface_of, listen_address
 
 SCRIPT_WORKER = "offbeat.run.worker"
 _HOSTS = "offbeat-hosts"
@@ -255,6 +255,7 @@ def meet(where: Meeting, workers: int) -> HostShare:
         secret=secret,
         environment={
             "OFFBEAT_INTERFACE": address,
+            ADDRESS_VARIABLE: os.environ.get(ADDRESS_VARIABLE, ""),
             # Of an address that is not the first of its interface, or of IPv6, no interface is
             # known. An empty name is none to gloo, while that of loopback would keep hosts apart.
             "GLOO_SOCKET_IFNAME": (

@@ -356,6 +356,8 @@ class EventDispatcher:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if inside_own_step(optimizer):
+            return None
         # One that makes state for a checkpoint is no step of training, and perhaps of one rank.
         self._makes_state = only_makes_state() and not any(
             callback.holds_state for callback in self._callbacks
@@ -404,8 +406,8 @@ class EventDispatcher:
             callback.on_before_update()
 
     @_plainly
-    def _after_step(self, *_: Any) -> None:
-        if self._makes_state:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._makes_state or inside_own_step(optimizer):
             return
         self.num_steps += 1
         for callback in self._those_with("on_after_step"):
@@ -434,6 +436,18 @@ def _refuse_second_exchange(model: torch.nn.Module) -> None:
             " exchanged twice; call the model itself in your loop, and do not let a framework wrap"
             " it (Lightning, Fabric, Accelerate, the Trainer of transformers)"
         )
+
+
+def inside_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step whose hook asks is a part of another one of `optimizer`, whose class calls
+    its base class's: PyTorch runs hooks in both, once anybody has made an optimizer of that one.
+    """
+    code = getattr(type(optimizer).step, "__code__", None)
+    frame, num_steps = inspect.currentframe(), 0
+    while frame is not None:
+        num_steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return num_steps > 1
 
 
 def refuse_unknown_scaler() -> None:

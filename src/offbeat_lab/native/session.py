@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offbeat.callbacks.callback import Decision
+from offbeat.session.events import inside_own_step
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Stats
 from offbeat.transport.driver import Arrival
@@ -180,7 +181,9 @@ class NativeSession(AbstractContextManager["NativeSession"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
-    def _count_step(self, *_: object) -> None:
+    def _count_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if inside_own_step(optimizer):
+            return
         self.meter.steps += 1
         for observer in self.observers:
             observer.step_ended(self.meter.steps)
