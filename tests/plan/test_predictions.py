@@ -310,8 +310,9 @@ def test_one_worker_stands_for_those_that_wait_for_the_slowest_in_each_step(
     assert one == pytest.approx(all_of_them)
 
 
-def test_states_at_intervals_of_their_own_are_sent_as_often() -> None:
-    adam = replace(setting(), profile=replace(MODEL, moments=2.0), steps=range(12))
+@pytest.mark.parametrize("steps", [range(12), None])
+def test_states_at_intervals_of_their_own_are_sent_as_often(steps: range | None) -> None:
+    adam = replace(setting(), profile=replace(MODEL, moments=2.0), steps=steps)
     intervals, local = (
         predict_step(f"localsgd:warmup=0:period=1:optimizer_state={state}", adam).bytes_per_step
         for state in ("exp_avg=3+exp_avg_sq=6", "local")

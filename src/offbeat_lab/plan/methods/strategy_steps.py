@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -88,6 +89,8 @@ class StrategySteps:
         period = getattr(strategy, "period", 1)
         if not isinstance(period, int):  # a schedule, of which drift is not simulated
             period = strategy.schedule.period(_LATE, strategy.schedule.initial_state())
+        if isinstance(intervals := getattr(strategy, "averages_state", None), Mapping):
+            period *= math.lcm(*intervals.values())
         if isinstance(strategy, KFACStrategy):
             settings = strategy.settings()
             period = max(settings.factor_interval, settings.inverse_interval)
