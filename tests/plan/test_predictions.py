@@ -320,6 +320,14 @@ def test_states_at_intervals_of_their_own_are_sent_as_often(steps: range | None)
     assert intervals == pytest.approx((1 + 1 / 3 + 1 / 6) * local, rel=WITH_TALLIES)
 
 
+def test_averages_of_groups_are_planned_however_seldom_they_are() -> None:
+    often, seldom = (
+        predict_step(f"wagma:period={2 * steps}:interval={steps}", setting("1gbit")).bytes_per_step
+        for steps in (5, 50)
+    )
+    assert seldom == pytest.approx(often / 10, rel=0.01)
+
+
 def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
     """Four small tensors together are as large as the other one."""
 
