@@ -328,6 +328,17 @@ def test_averages_of_groups_are_planned_however_seldom_they_are() -> None:
     assert seldom == pytest.approx(often / 10, rel=0.01)
 
 
+def test_a_step_of_a_graph_is_the_mean_over_all_of_its_distances() -> None:
+    cluster = setting(workers=8).cluster.changed(racks=RackSpec(size=4, rate_bit_per_s=8e6))
+    where = replace(setting(), cluster=cluster)
+    whole, of_any, *each = (
+        predict_step("sgp", replace(where, steps=steps), Band()).step_s
+        for steps in (range(300, 312), None, *(range(n, n + 1) for n in (300, 301, 302)))
+    )
+    assert of_any == pytest.approx(whole, rel=0.01)
+    assert 1.2 * min(each) < whole < max(each) / 1.2
+
+
 def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
     """Four small tensors together are as large as the other one."""
 
