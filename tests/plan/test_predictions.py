@@ -26,7 +26,12 @@ from offbeat_lab.cluster import Cluster, LinkSpec, RackSpec, Straggling, from_fl
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
-from offbeat_lab.plan.predictions import StepPrediction, predict_recipe, predict_step
+from offbeat_lab.plan.predictions import (
+    StepPrediction,
+    predict_recipe,
+    predict_step,
+    setting_of,
+)
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import (
     PUBLISHED,
@@ -727,6 +732,15 @@ def test_accumulated_batches_have_factors_each() -> None:
         for each in (few_layers(), few_layers().accumulated(4))
     ]
     assert seconds[1] - seconds[0] == pytest.approx(3 * 0.211)
+
+
+def test_each_of_accumulated_batches_is_padded() -> None:
+    cluster = from_flags(workers=1, link="1gbit", step_time="400ms")
+    steps_s = [
+        predict_step("alone", setting_of(MODEL.accumulated(batches), cluster)).step_s
+        for batches in (1, 4)
+    ]
+    assert steps_s == pytest.approx([0.4, 1.6])
 
 
 def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> None:
