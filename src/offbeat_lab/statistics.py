@@ -15,6 +15,8 @@ _BLOCKS = 12
 LEAST_SEEDS = 3
 """For Student's interval: that of two is so wide that it says nothing, but for which is larger."""
 _MAX_WARM_UP_STEPS = 10
+_MOST_LOG = 36.0
+"""The end of an interval whose logarithm is larger is more than a record holds."""
 
 
 class Estimate(BaseModel):
@@ -190,7 +192,7 @@ def _student(
         stats.t.ppf((1 + CONFIDENCE) / 2, data.size - 1) * data.std(ddof=1) / np.sqrt(data.size)
     )
     ends = np.array([data.mean() - spread, data.mean() + spread])
-    low, high = np.exp(np.clip(ends, -700, 700)) if positive else ends
+    low, high = np.exp(np.clip(ends, -700, _MOST_LOG)) if positive else ends
     return float(low), float(high)
 
 

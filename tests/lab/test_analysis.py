@@ -368,6 +368,25 @@ def test_what_was_judged_is_written_and_read_back(tmp_path: Path) -> None:
     assert read_comparison(tmp_path) == analysed
 
 
+def test_intervals_are_read_back_however_far_runs_differ(tmp_path: Path) -> None:
+    """Of two seeds one strategy is much faster with one, the other one with the other; of three
+    one has nearly diverged.
+    """
+    early, late = (
+        {"step_s": [0.1] * STEPS, "metrics": [(0, first), (40, last)]}
+        for first, last in ((0.499, 0.9), (0.1, 0.51))
+    )
+    races = compare_runs(tmp_path, {"ddp": [early, late], "gtopk": [late, early]}, target=0.5)
+    race = between(races, "time_to_target_s", "ddp", "gtopk")
+    assert race is not None
+    assert not race.decided
+    write_comparison(tmp_path, races)
+    assert read_comparison(tmp_path) == races
+    wide = comparison([strategy("topk", {"final_metric": [20.0, 25.0, 2.5e30]})])
+    write_comparison(tmp_path, wide)
+    assert read_comparison(tmp_path) == wide
+
+
 Values = Mapping[Measure, Sequence[float | None]]
 
 

@@ -519,8 +519,14 @@ def test_what_is_not_described_is_not_paced(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 4])
-def test_a_slow_worker_sleeps_once_for_each_of_a_steps_passes(clock: Clock, passes: int) -> None:
-    step_time = StepTimeEmulator(Cluster(workers=1, speeds=(0.5,)), 0, by_sleeping=True)
+@pytest.mark.parametrize(
+    ("cluster", "pass_s"),
+    [(Cluster(workers=1, speeds=(0.5,)), 0.03 / 0.5), (Cluster(workers=1, step_s=0.2), 0.2)],
+)
+def test_a_worker_sleeps_once_for_each_of_a_steps_passes(
+    clock: Clock, cluster: Cluster, pass_s: float, passes: int
+) -> None:
+    step_time = StepTimeEmulator(cluster, 0, by_sleeping=True)
     for number in (1, 2):
         began_s = clock.now_s
         step_time.begin_step(number)
@@ -529,4 +535,5 @@ def test_a_slow_worker_sleeps_once_for_each_of_a_steps_passes(clock: Clock, pass
             step_time.before_backward(0.0)
             with step_time.backward():
                 clock.work(0.02)
-    assert clock.now_s - began_s == pytest.approx(passes * 0.03 / 0.5)
+    assert clock.now_s - began_s == pytest.approx(passes * pass_s)
+    assert step_time.num_late == 0

@@ -26,7 +26,12 @@ from offbeat_lab.cluster import Cluster, LinkSpec, RackSpec, Straggling, from_fl
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
-from offbeat_lab.plan.predictions import StepPrediction, predict_recipe, predict_step
+from offbeat_lab.plan.predictions import (
+    StepPrediction,
+    predict_recipe,
+    predict_step,
+    setting_of,
+)
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import (
     PUBLISHED,
@@ -310,13 +315,33 @@ def test_one_worker_stands_for_those_that_wait_for_the_slowest_in_each_step(
     assert one == pytest.approx(all_of_them)
 
 
-def test_states_at_intervals_of_their_own_are_sent_as_often() -> None:
-    adam = replace(setting(), profile=replace(MODEL, moments=2.0), steps=range(12))
+@pytest.mark.parametrize("steps", [range(12), None])
+def test_states_at_intervals_of_their_own_are_sent_as_often(steps: range | None) -> None:
+    adam = replace(setting(), profile=replace(MODEL, moments=2.0), steps=steps)
     intervals, local = (
         predict_step(f"localsgd:warmup=0:period=1:optimizer_state={state}", adam).bytes_per_step
         for state in ("exp_avg=3+exp_avg_sq=6", "local")
     )
     assert intervals == pytest.approx((1 + 1 / 3 + 1 / 6) * local, rel=WITH_TALLIES)
+
+
+def test_averages_of_groups_are_planned_however_seldom_they_are() -> None:
+    often, seldom = (
+        predict_step(f"wagma:period={2 * steps}:interval={steps}", setting("1gbit")).bytes_per_step
+        for steps in (5, 50)
+    )
+    assert seldom == pytest.approx(often / 10, rel=0.01)
+
+
+def test_a_step_of_a_graph_is_the_mean_over_all_of_its_distances() -> None:
+    cluster = setting(workers=8).cluster.changed(racks=RackSpec(size=4, rate_bit_per_s=8e6))
+    where = replace(setting(), cluster=cluster)
+    whole, of_any, *each = (
+        predict_step("sgp", replace(where, steps=steps), Band()).step_s
+        for steps in (range(300, 312), None, *(range(n, n + 1) for n in (300, 301, 302)))
+    )
+    assert of_any == pytest.approx(whole, rel=0.01)
+    assert 1.2 * min(each) < whole < max(each) / 1.2
 
 
 def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
@@ -707,6 +732,15 @@ def test_accumulated_batches_have_factors_each() -> None:
         for each in (few_layers(), few_layers().accumulated(4))
     ]
     assert seconds[1] - seconds[0] == pytest.approx(3 * 0.211)
+
+
+def test_each_of_accumulated_batches_is_padded() -> None:
+    cluster = from_flags(workers=1, link="1gbit", step_time="400ms")
+    steps_s = [
+        predict_step("alone", setting_of(MODEL.accumulated(batches), cluster)).step_s
+        for batches in (1, 4)
+    ]
+    assert steps_s == pytest.approx([0.4, 1.6])
 
 
 def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> None:

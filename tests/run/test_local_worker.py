@@ -467,6 +467,8 @@ def test_without_a_record_logging_does_nothing_but_check() -> None:
     ("name", "higher"),
     [
         ("val/acc", True),
+        ("val.acc", True),
+        ("eval:f1", True),
         ("mAP50", True),
         ("top1", True),
         ("top1_error", False),

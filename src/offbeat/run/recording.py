@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ def higher_is_better(name: str) -> bool:
     """Whether a metric of this name is the better the higher it is: accuracies, scores and rewards
     are; whatever else, such as losses, errors and perplexities, is not.
     """
-    words = name.lower().replace("-", "_").replace("/", "_").replace(" ", "_").split("_")
+    words = re.split(r"[\W_]+", name.lower())
     if any(word in _LOWER_IS_BETTER for word in words):
         return False
     return any(word.startswith(_HIGHER_IS_BETTER) for word in words)

@@ -296,7 +296,7 @@ class StepTimeEmulator:
         self._rank = rank
         self._by_sleeping = by_sleeping
         self._backward_cpu_s = self._backward_s = 0.0
-        self._began_s = self._computed_s = 0.0
+        self._computed_s = 0.0
         self._is_late = False
         self._size = 1.0
         self.slept_s = 0.0
@@ -310,7 +310,7 @@ class StepTimeEmulator:
         self._is_late = False
         if self._cluster is not None:
             self._sleep(self._cluster.delay_s(self._rank, step))
-        self._began_s = self._computed_s = time.monotonic()
+        self._computed_s = time.monotonic()
 
     def before_backward(self, elapsed_s: float, *, size: float = 1.0) -> None:
         """The forward pass is done.
@@ -322,7 +322,9 @@ class StepTimeEmulator:
         cluster = self._cluster
         if cluster is None:
             return
-        forward_s, speed = time.monotonic() - self._began_s, cluster.speed_at(self._rank, elapsed_s)
+        speed = cluster.speed_at(self._rank, elapsed_s)
+        # A step may have several passes, and those before this one have been slept for.
+        forward_s = time.monotonic() - self._computed_s
         backward_s = self._backward_cpu_s * size / self._size
         self._size = size
         if cluster.step_s is not None:
@@ -331,8 +333,6 @@ class StepTimeEmulator:
             self._is_late |= left_s < 0
             self._sleep(left_s)
         elif self._by_sleeping:
-            # A step may have several passes, and those before this one have been slept for.
-            forward_s = time.monotonic() - self._computed_s
             self._sleep((forward_s + backward_s) * (1 / speed - 1))
 
     @contextmanager

@@ -486,17 +486,16 @@ class ModelProfile:
         )
 
     def padded(self, duration_s: float) -> ModelProfile:
-        """The same model where forward and backward pass take `duration_s` together, as the lab
-        pads them: before the backward pass. Unchanged if they take longer.
+        """The same model where the passes of each accumulated batch take `duration_s` together, as
+        the lab pads them: before the backward pass. Unchanged if they take longer.
         """
         batch, computing_s = self.batch, self.batch.forward_s + self.batch.backward_s
-        if duration_s <= computing_s:
+        one_s = computing_s - self.earlier_s
+        if duration_s <= one_s:
             return self
-        return replace(
-            self,
-            batches=(replace(batch, forward_s=duration_s - batch.backward_s),),
-            padding_s=duration_s - computing_s,
-        )
+        padding_s = (duration_s - one_s) * computing_s / one_s
+        padded = replace(batch, forward_s=batch.forward_s + padding_s)
+        return replace(self, batches=(padded,), padding_s=padding_s)
 
     def to_json(self) -> str:
         """As `read_profile` reads it."""

@@ -426,7 +426,7 @@ class Run:
 
     def _weights(self) -> dict[int, float]:
         setting, method = self.setting, self.method
-        kind_of, period = method.kind_of, method.steps_in_a_period
+        kind_of, period = method.kind_of, method.period_of(setting.world_size)
         if kind_of is None:
             if setting.steps is not None:
                 steps = setting.steps[-setting.num_steps :]

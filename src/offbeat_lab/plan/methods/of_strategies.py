@@ -157,8 +157,9 @@ class BackgroundSteps(StrategySteps):
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, extra_bytes=4.0)
-        if self.steps_in_a_period > _LEAST_STEPS:
-            self.steps_in_a_period = 1  # what is done so seldom hardly counts
+        interval = getattr(strategy, "interval", 1)
+        if self.steps_in_a_period > _LEAST_STEPS * interval:
+            self.steps_in_a_period = interval  # what is done so seldom hardly counts
 
     @override
     def simulate(self, setting: Setting) -> Simulated:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -11,6 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost
+from offbeat.arithmetic.topologies import exponential_hops
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.tally import Tally
@@ -26,6 +28,7 @@ from offbeat.simulation.measured import LATER
 from offbeat.simulation.training import TensorProfile, carry_out, fused
 from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat.strategies.kfac import KFACStrategy
+from offbeat.strategies.sgp import SGP
 from offbeat.transport.driver import Ticket, Wrapper
 from offbeat.transport.operations import (
     Collective,
@@ -88,6 +91,8 @@ class StrategySteps:
         period = getattr(strategy, "period", 1)
         if not isinstance(period, int):  # a schedule, of which drift is not simulated
             period = strategy.schedule.period(_LATE, strategy.schedule.initial_state())
+        if isinstance(intervals := getattr(strategy, "averages_state", None), Mapping):
+            period *= math.lcm(*intervals.values())
         if isinstance(strategy, KFACStrategy):
             settings = strategy.settings()
             period = max(settings.factor_interval, settings.inverse_interval)
@@ -99,6 +104,10 @@ class StrategySteps:
         """Steps of a rank of so many, after which exchanges repeat."""
         if self._strategy.shares_samples:
             return max(1, round(int(self._strategy.mega_batch) / world_size))
+        if isinstance(self._strategy, SGP) and world_size > 1:  # whose peers are nearer or further
+            degree = self._strategy.out_degree
+            num_hops = len(exponential_hops(world_size, degree))
+            return num_hops // math.gcd(num_hops, degree)
         return self.steps_in_a_period
 
     def simulate(self, setting: Setting) -> Simulated:
