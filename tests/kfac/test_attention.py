@@ -251,3 +251,16 @@ def test_a_pytorch_that_cannot_be_seen_into_is_noticed(monkeypatch: pytest.Monke
     assert len(warnings) == 2
     assert all("cannot be observed" in warning for warning in warnings)
     capture.remove()
+
+
+def test_an_attention_that_is_frozen_and_evaluates_at_first_is_watched_later() -> None:
+    """PyTorch computes it in one operation then, which shows no projection."""
+    model, x = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.randn(2, 5, WIDTH)
+    capture, warnings = watch_with_warnings(model)
+    model.requires_grad_(False).eval()
+    model(x, x, x)
+    model.requires_grad_(True).train()
+    model(x, x, x)[0].sum().backward()
+    assert not warnings
+    assert all(capture.take(index, "output").weight > 0 for index in range(2))
+    capture.remove()

@@ -539,7 +539,9 @@ class _WatchedAttention(nn.MultiheadAttention):
             return super().forward(*args, **kwargs)
         forward, observer = watched
         output = forward(self, *args, **kwargs)
-        observer.finished()
+        # Without a gradient PyTorch may have taken its fast path, which shows nothing.
+        if output[0].requires_grad:
+            observer.finished()
         return output
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
