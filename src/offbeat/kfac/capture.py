@@ -620,7 +620,8 @@ class Projections:
         """`output` is `inputs` times `weight`, transposed, plus a bias."""
         self._seen = True
         if inputs.ndim == 2:  # the output projection gets positions and examples in one dimension
-            inputs = inputs.unflatten(0, (-1, self._num_examples))
+            num_positions = len(inputs) // max(self._num_examples, 1)
+            inputs = inputs.unflatten(0, (num_positions, self._num_examples))
         self._num_examples = inputs.shape[1]
         if self._is_query(weight):  # which may be frozen and no block's
             self._num_terms = next(iter(self._blocks.values())).num_terms(inputs)
@@ -649,10 +650,10 @@ class Projections:
         return query.data_ptr() == weight.data_ptr()
 
     def _show(self, index: int, inputs: torch.Tensor, output: torch.Tensor, columns: slice) -> None:
-        leading = inputs.shape[:-1]
+        shape = *inputs.shape[:-1], columns.stop - columns.start
 
         def select(gradient: torch.Tensor) -> torch.Tensor:
-            return gradient[..., columns].reshape(*leading, -1)
+            return gradient[..., columns].reshape(shape)
 
         self._capture.saw_inputs(index, inputs, num_terms=self._num_terms)
         self._capture.saw_output(index, inputs, output, num_terms=self._num_terms, select=select)
