@@ -118,8 +118,9 @@ def test_factors_are_summed_in_float32_under_autocast() -> None:
     assert torch.equal(a.packed[0, :3], torch.full((3,), (1 + 2**-7) ** 2))
 
 
-def test_a_half_precision_model_has_float32_factors() -> None:
-    model, x = nn.Linear(3, 2).bfloat16(), torch.randn(4, 3).bfloat16()
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.BatchNorm1d(3).eval()])
+def test_a_half_precision_model_has_float32_factors(layer: nn.Module) -> None:
+    model, x = layer.bfloat16(), torch.randn(4, 3).bfloat16()
     a, g = increments(model, lambda: model(x).float().square().sum(1).mean().backward())
     assert a.packed.dtype == g.packed.dtype == torch.float32
 
