@@ -221,6 +221,19 @@ def test_checkpointed_attention_is_counted_once() -> None:
             torch.testing.assert_close(g, expected[name][2])
 
 
+def test_a_batch_without_examples_adds_nothing() -> None:
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    none, some = torch.randn(0, 5, WIDTH), torch.randn(2, 5, WIDTH)
+
+    def train(*batches: torch.Tensor) -> None:
+        for x in batches:
+            model(x, x, x)[0].sum().backward()
+
+    expected = factors(model, lambda: train(some), Curvature())
+    for name, (_, a, g) in factors(model, lambda: train(none, some), Curvature()).items():
+        torch.testing.assert_close((a, g), expected[name][1:])
+
+
 def watch_with_warnings(model: nn.Module) -> tuple[Capture, list[str]]:
     options, warnings = Curvature(), list[str]()
     capture = Capture(model, survey(model, options).blocks, options, warn=warnings.append)
@@ -250,4 +263,17 @@ def test_a_pytorch_that_cannot_be_seen_into_is_noticed(monkeypatch: pytest.Monke
     model(x, x, x)[0].sum().backward()
     assert len(warnings) == 2
     assert all("cannot be observed" in warning for warning in warnings)
+    capture.remove()
+
+
+def test_an_attention_that_is_frozen_and_evaluates_at_first_is_watched_later() -> None:
+    """PyTorch computes it in one operation then, which shows no projection."""
+    model, x = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.randn(2, 5, WIDTH)
+    capture, warnings = watch_with_warnings(model)
+    model.requires_grad_(False).eval()
+    model(x, x, x)
+    model.requires_grad_(True).train()
+    model(x, x, x)[0].sum().backward()
+    assert not warnings
+    assert all(capture.take(index, "output").weight > 0 for index in range(2))
     capture.remove()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nested import nested_tensor_from_jagged
 from torch.utils.checkpoint import checkpoint
 
 from kfac_maths_support.reference import capture_all, take_all, take_square
@@ -118,8 +119,9 @@ def test_factors_are_summed_in_float32_under_autocast() -> None:
     assert torch.equal(a.packed[0, :3], torch.full((3,), (1 + 2**-7) ** 2))
 
 
-def test_a_half_precision_model_has_float32_factors() -> None:
-    model, x = nn.Linear(3, 2).bfloat16(), torch.randn(4, 3).bfloat16()
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.BatchNorm1d(3).eval()])
+def test_a_half_precision_model_has_float32_factors(layer: nn.Module) -> None:
+    model, x = layer.bfloat16(), torch.randn(4, 3).bfloat16()
     a, g = increments(model, lambda: model(x).float().square().sum(1).mean().backward())
     assert a.packed.dtype == g.packed.dtype == torch.float32
 
@@ -344,6 +346,21 @@ def test_a_layer_that_changes_its_shape_is_retired_with_a_warning() -> None:
     assert capture.retired == {"0"}
     assert [increment.weight for increment in found] == [0, 0, 5, 5]
     assert found[0].packed.shape == (1, 15)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_a_layer_of_inputs_that_are_not_dense_is_retired_with_a_warning(kind: str) -> None:
+    rows, model, options, warnings = torch.randn(4, 3), nn.Linear(3, 2), Curvature(), list[str]()
+    ends = torch.tensor([0, 1, 4])
+    x = rows.to_sparse() if kind == "sparse" else nested_tensor_from_jagged(rows, ends)
+    capture = Capture(model, survey(model, options).blocks, options, warn=warnings.append)
+    capture.start(0)
+    output = model(x)
+    (output.values() if output.is_nested else output).sum().backward()
+    capture.remove()
+    assert len(warnings) == 1
+    assert "sparse or nested" in warnings[0]
+    torch.testing.assert_close(model.weight.grad, rows.sum(0).expand(2, 3))
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1, 4, 4), (3, 2, 8, 8)])

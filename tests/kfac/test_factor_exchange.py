@@ -468,6 +468,31 @@ def test_options_outside_their_range_are_refused(
         kind(**options)
 
 
+class Own(torch.optim.Optimizer):
+    """Need not be told its learning rate."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(0.05 * parameter.grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": None}])
+def test_an_optimizer_that_does_not_say_its_rate_takes_steps_without_a_limit(
+    options: dict[str, Any],
+) -> None:
+    nets = []
+    for kl_clip, given in ((1e-9, options), (None, {"lr": 0.05})):
+        net = reference.make_net()
+        optimizer = Own(net.parameters(), given)
+        with offbeat.attach(net, optimizer, offbeat.SPDKFAC(kl_clip=kl_clip)) as session:
+            train(net, optimizer, range(3))
+            said = ["does not say its learning rate" in notice for notice in session.notices]
+        assert any(said) == (given is options)
+        nets.append(net)
+    assert_close(*nets)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_without_any_layer_for_it_is_refused(kind: type[KFACStrategy]) -> None:
     net = nn.LSTM(3, 3)

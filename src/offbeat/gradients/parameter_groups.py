@@ -171,8 +171,11 @@ def numbers_in_state(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each group; 0 for one that has none."""
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+    """The learning rate of each group; 0 for one that has none, or None, as where the optimizer
+    works it out itself.
+    """
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return [0.0 if rate is None else float(rate) for rate in rates]
 
 
 class OwedRate:

@@ -26,8 +26,8 @@ What is counted, and what is not:
 - Where examples are sub-sampled, both factors look at the same ones, every n-th of each batch; the
   next step with factors begins at the next one. Means and weights are of what was looked at, so
   factors keep their scale.
-- A layer whose shape has changed is retired: a warning names it, and its increments have weight 0
-  from then on.
+- A layer whose shape has changed, or whose inputs are sparse or nested, is retired: a warning names
+  it, and its increments have weight 0 from then on.
 - Passes without gradients are not seen, nor those inside transforms of `torch.func`, nor those in
   which all that is covered is frozen. Of one that no backward pass follows, as of an evaluation
   that leaves gradients on, inputs count, and no terms of the loss. So it is with
@@ -262,8 +262,8 @@ class Capture:
         """Use `place` is about to be called with `inputs`, which belong to `num_terms` terms of
         the loss; None: the block counts them.
         """
-        fits = self._listens(place) and self._uses[place].block.fits(inputs)
-        if fits and not _inside_backward():
+        listens = self._listens(place) and _is_dense(inputs)
+        if listens and self._uses[place].block.fits(inputs) and not _inside_backward():
             if self._has_gradient and not self._is_in_root:
                 self._begin_pass()
             self._add_inputs(place, inputs, num_terms)
@@ -289,6 +289,9 @@ class Capture:
             layer: the name of the layer that was called; None: the block's.
         """
         if not self._listens(place) or not output.requires_grad:
+            return
+        if not _is_dense(inputs):
+            self.retire_use(place, "its inputs are a sparse or nested tensor")
             return
         block = self._uses[place].block
         if not block.fits(inputs):  # and yet the layer has not raised
@@ -355,7 +358,8 @@ class Capture:
         """
         number = self._pass
         for tensor in tensors_in(output):
-            if tensor.ndim > 1 and tensor.requires_grad and not tensor.is_leaf:
+            has_terms = _is_dense(tensor) and tensor.ndim > 1
+            if has_terms and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda gradient: self._saw_loss_gradient(number, gradient))
                 return
 
@@ -517,6 +521,10 @@ def _first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Ten
     return found
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _inside_backward() -> bool:
     return current_backward_pass() != NO_BACKWARD_PASS
 
@@ -539,7 +547,9 @@ class _WatchedAttention(nn.MultiheadAttention):
             return super().forward(*args, **kwargs)
         forward, observer = watched
         output = forward(self, *args, **kwargs)
-        observer.finished()
+        # Without a gradient PyTorch may have taken its fast path, which shows nothing.
+        if output[0].requires_grad:
+            observer.finished()
         return output
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
@@ -618,7 +628,8 @@ class Projections:
         """`output` is `inputs` times `weight`, transposed, plus a bias."""
         self._seen = True
         if inputs.ndim == 2:  # the output projection gets positions and examples in one dimension
-            inputs = inputs.unflatten(0, (-1, self._num_examples))
+            num_positions = len(inputs) // max(self._num_examples, 1)
+            inputs = inputs.unflatten(0, (num_positions, self._num_examples))
         self._num_examples = inputs.shape[1]
         if self._is_query(weight):  # which may be frozen and no block's
             self._num_terms = next(iter(self._blocks.values())).num_terms(inputs)
@@ -647,10 +658,10 @@ class Projections:
         return query.data_ptr() == weight.data_ptr()
 
     def _show(self, index: int, inputs: torch.Tensor, output: torch.Tensor, columns: slice) -> None:
-        leading = inputs.shape[:-1]
+        shape = *inputs.shape[:-1], columns.stop - columns.start
 
         def select(gradient: torch.Tensor) -> torch.Tensor:
-            return gradient[..., columns].reshape(*leading, -1)
+            return gradient[..., columns].reshape(shape)
 
         self._capture.saw_inputs(index, inputs, num_terms=self._num_terms)
         self._capture.saw_output(index, inputs, output, num_terms=self._num_terms, select=select)

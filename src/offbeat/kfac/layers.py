@@ -379,7 +379,8 @@ class SecondDimNormBlock(LayerBlock):
             squares = num * variances / (variances + norm.eps)
             return _from_sums(torch.zeros_like(squares), squares, num, has_bias=self.has_bias)
         else:
-            values = F.batch_norm(values, norm.running_mean, norm.running_var, eps=norm.eps)
+            statistics = as_real(norm.running_mean), as_real(norm.running_var)
+            values = F.batch_norm(values, *statistics, eps=norm.eps)
         return _moment_of_inputs(values, others, has_bias=self.has_bias)
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:

@@ -55,6 +55,7 @@ import torch
 
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import CheckpointError
+from offbeat.gradients.parameter_groups import rates_of
 from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot, JoinedGradients, KFACContext
 from offbeat.kfac.curvature import Grafting
 from offbeat.kfac.factors import (
@@ -126,11 +127,8 @@ class Preconditioner:
         gradients. Collective where owners send them.
         """
         began_s = time.perf_counter()
-        lr_of = {
-            id(parameter): float(group["lr"])
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        }
+        groups = zip(self._optimizer.param_groups, rates_of(self._optimizer), strict=True)
+        lr_of = {id(parameter): lr for group, lr in groups for parameter in group["params"]}
         live = [
             InvertedBlock(block, pair, lr_of[id(block.weight)], index)
             for index, (block, pair) in enumerate(zip(self._blocks, self._pairs, strict=True))

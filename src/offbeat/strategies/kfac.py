@@ -173,6 +173,12 @@ class KFACStrategy(Strategy):
                 " use torch.optim.SGD, or exchange='allreduce'"
             )
         found, settings = survey(model, self.curvature), self.settings()
+        groups = [] if optimizer is None else optimizer.param_groups
+        if settings.kl_clip is not None and any(group.get("lr") is None for group in groups):
+            context.notices.notify(
+                f"{type(optimizer).__name__} does not say its learning rate, so kl_clip does not"
+                " limit its steps"
+            )
         slots = slots_of(found.blocks)
         (context.notices.notify if found.plain else context.notices.inform)(found.notice())
         inputs = gather_plan_inputs(
