@@ -20,13 +20,12 @@ claims and merges took no time, so that only the wait for the last batch is left
 A goal is AdaptiveSGD's with `rule=proportional`; the other rules are shown beside it. Everything is
 printed to standard error, mega-batch by mega-batch.
 
-A race shows what speed is worth: strategies with equal options, each for equally many samples,
-beside one worker with batches as large as all of theirs together. The target is 95% of what
-AllReduce reaches in the end, median over seeds. AllReduce takes part twice: with equal batches, and
-with batches in proportion to speeds, known before the race and never changed, and gradients
-averaged over samples. `--later` measures racers beside AllReduce alone, and adds their rows to the
-table of an earlier race. `--train` and `--test` give other data, such as Delicious of the Extreme
-Classification Repository.
+A race shows what speed is worth: strategies with equal options, each for equally many samples. The
+target is 95% of what AllReduce reaches in the end, median over seeds. AllReduce takes part twice:
+with equal batches, and with batches in proportion to speeds, known before the race and never
+changed, and gradients averaged over samples. `--later` measures racers beside AllReduce alone, and
+adds their rows to the table of an earlier race. `--train` and `--test` give other data, such as
+Delicious of the Extreme Classification Repository.
 
 An ablation is a race of AdaptiveSGD with one part changed at a time.
 
@@ -45,7 +44,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
@@ -526,26 +525,6 @@ def race(
                 steps_to, time_to = measures["steps_to_target"], measures["time_to_target_s"]
                 yield cell(column=f"steps to {share:.0%}", value=_known(steps_to), decimals=0)
                 yield cell(column=f"seconds to {share:.0%}", value=_known(time_to), decimals=1)
-    if later:
-        return
-    one = replace(
-        request,
-        strategies=["allreduce"],
-        settings=[*request.settings[:-1], f"batch_size={WORKERS * BATCH}"],
-        cluster=Cluster(workers=1),
-        target=None if final is None else TARGET * final,
-    )
-    _, comparison = _compared(one, keep / f"{title.replace(', ', '-')}-one")
-    (strategy,) = comparison.strategies
-    if strategy.failure is not None:
-        print(f"{title}: one worker failed: {strategy.failure}", file=sys.stderr)
-        return
-    cell = partial(Figure, table=title, case="one worker, batches of all")
-    measures = strategy.measures
-    if "steps_to_target" in measures:
-        steps_to = measures["steps_to_target"]
-        yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
-    yield cell(column="precision in the end", value=_known(measures["final_metric"]), decimals=4)
 
 
 def scaling(seeds: Sequence[int], epochs: int, step_s: float, keep: Path) -> Iterator[Figure]:
