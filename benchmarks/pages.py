@@ -27,7 +27,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from _results import (
@@ -79,11 +79,10 @@ def written(page: Path) -> str:
             raise PageError(f"{page.name} asks for {name}/{title}, which no result file has")
         opening = mark[0].partition("\n")[0]
         # What tables above say of commands, or of the machine, need not be said again.
-        ways = {_measured_by(result.origin) for result in results}
-        machines = _machines(results)
-        lines = [] if ways <= told else _commands(results)
-        lines = [*lines, *(machine for machine in machines if machine not in told)]
-        told.update(ways, machines)
+        lines = _commands(results, told)
+        lines += [machine for machine in _machines(results) if machine not in told]
+        told.update(_measured_by(result.origin) for result in results)
+        told.update(_machines(results))
         below = [line for text in lines for line in _wrapped(f"- {text}", "  ")]
         return "\n".join([opening, *_table(results), "", *below, *[""] * bool(below), _END])
 
@@ -158,17 +157,18 @@ def _markdown(rows: Iterable[Sequence[str]]) -> Iterator[str]:
             yield "|---" * len(row) + "|"
 
 
-def _commands(results: Sequence[Result]) -> list[str]:
-    """What measured which rows of a table."""
+def _commands(results: Sequence[Result], told: Collection[str]) -> list[str]:
+    """What measured which rows of a table, but for what is `told` already."""
     numbers = {case: place for place, case in enumerate(_cases(results), start=1)}
     rows: dict[str, set[int]] = {}
     for result in results:
         rows.setdefault(_measured_by(result.origin), set()).add(numbers[result.figure.case])
     if len(rows) == 1:
-        return [*rows]
+        return [way for way in rows if way not in told]
     return [
-        f"{'Row' if len(those) == 1 else 'Rows'} {_ranges(sorted(those))}: {told}"
-        for told, those in rows.items()
+        f"{'Row' if len(those) == 1 else 'Rows'} {_ranges(sorted(those))}: {way}"
+        for way, those in rows.items()
+        if way not in told
     ]
 
 
