@@ -168,6 +168,24 @@ def test_a_rank_without_states_is_given_none_of_them_or_all() -> None:
     assert found == [[]] * 5 + [["exp_avg", "exp_avg_sq", "step"]]
 
 
+def test_rows_that_a_rank_has_no_batch_of_move_no_further_than_adam_moves_them() -> None:
+    """Their squares are 0 there, by whose root it divides its peers' momentum."""
+    strategy = offbeat.LocalSGD(period=1, warmup=0, optimizer_state=INTERVALS)
+
+    def job(driver: ThreadDriver) -> float:
+        model = torch.nn.Embedding(4, 3)
+        optimizer = adam(model)
+        with session_on(driver, model, optimizer, strategy):
+            begun = model.weight.detach().clone()
+            for _ in range(5):
+                model(torch.tensor([2 * driver.rank, 2 * driver.rank + 1])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return float((model.weight - begun).detach().abs().max())
+
+    assert max(results_of(2, job)) <= 5 * 0.02
+
+
 def test_steps_of_a_parameter_that_one_rank_uses_at_a_time_are_counted() -> None:
     """Rounded, the mean of 2 steps and 3 would be 2 after each average, however many there were."""
 

@@ -138,6 +138,8 @@ def test_what_a_loop_without_an_optimizer_has_used_is_not_called_dropped(
         (offbeat.LocalSGD(period=2, exchange="1x1"), False),
         (offbeat.Crossbow(), True),
         (offbeat.DEFSGD(), True),
+        (offbeat.ZeroOneAdam(), True),
+        (offbeat.ZeroOneAdam(period=1), False),
         (offbeat.LocalSGD(), False),
         (offbeat.WAGMA(), False),
     ],
@@ -146,7 +148,7 @@ def test_a_model_that_is_loaded_without_the_state_of_then_is_said(
     strategy: Strategy, keeps_anchor: bool, habit: str
 ) -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     saved: list[Any] = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

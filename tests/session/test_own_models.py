@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 import offbeat
 from offbeat.callbacks.callback import Callback
@@ -40,6 +41,21 @@ def test_a_model_that_keeps_activations_can_be_averaged() -> None:
     assert model.kept[0].requires_grad
     assert torch.equal(averaged(torch.ones(3, 2)), model(torch.ones(3, 2)))
     assert not any(p is q for p, q in zip(averaged.parameters(), model.parameters(), strict=True))
+
+
+def test_a_model_that_is_pruned_meanwhile_can_be_averaged() -> None:
+    """Its weight has another name then."""
+
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with session_on(driver, model, optimizer, offbeat.LocalSGD()) as session:
+            prune.random_unstructured(model, "weight", amount=2)
+            model.get_parameter("weight_orig").detach().fill_(driver.rank)
+            return session.averaged_model().get_parameter("weight_orig").detach()
+
+    for averaged in results_of(2, job):
+        assert torch.equal(averaged, torch.full((2, 2), 0.5))
 
 
 def test_the_state_of_an_optimizer_is_that_of_rank_0_whichever_parameters_a_rank_has_used() -> None:

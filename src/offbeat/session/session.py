@@ -556,8 +556,11 @@ class Session:
             "FSDP refuses to copy a model; use averaged_state_dict() or averaged_weights()",
         )
         self._events.parameters_needed()
+        # Names may have changed since `attach`, as by pruning or a parametrization.
+        places = {id(p): place for place, p in enumerate(self._model.parameters())}
         copied = _copy_of(self._model)
-        parameters = {plain_name(name): parameter for name, parameter in copied.named_parameters()}
+        copies = list(copied.parameters())
+        parameters = {name: copies[places[id(p)]] for name, p in self._parameters.items()}
         self._average(parameters, lambda: self._buffers_of(copied))
         return copied
 

@@ -30,9 +30,10 @@ sent in place of the weights, and two vectors more are kept besides the anchor.
 Differences from the papers: H grows and the optimizer's state is averaged, with Adam's second
 moments made those of the mean gradient (`averaging.periodic.MeanSquares`), unless gradients are
 all-reduced first or an outer optimizer is used; `warmup=0` with `optimizer_state="local"` is the
-algorithm as published. The optimizer is the user's; buffers are averaged; a rank whose gradient is
-not finite skips its own step; SlowMo's outer momentum is not rescaled when the learning rate
-changes.
+algorithm as published. In DES-LOC an element that no gradient of a rank has reached takes no
+momentum of its peers while its second moment stays local. The optimizer is the user's; buffers are
+averaged; a rank whose gradient is not finite skips its own step; SlowMo's outer momentum is not
+rescaled when the learning rate changes.
 """
 
 from __future__ import annotations

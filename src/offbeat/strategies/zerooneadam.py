@@ -91,6 +91,11 @@ class ZeroOneAdam(AveragingStrategy):
     freeze_step: OneOrMore = 1000
     period: OneOrMore = 16
 
+    @property
+    @override
+    def keeps_anchor(self) -> bool:
+        return self.period > 1  # else all ranks are alike, and go on from what they hold
+
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_real(model)

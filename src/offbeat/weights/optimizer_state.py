@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,8 @@ def average_optimizer_state_(
         # Of a parameter of shape () all states are single numbers.
         names = [name for name in names if due.get(name.partition(":")[0], ":" in name)]
     merged = {name: states.tensors(name) for name in names}
+    apart = [name for name in names_of_merged(shares) if name not in merged and ":" not in name]
+    kept = [states.tensors(name) for name in apart] if "exp_avg" in merged else []
     places = [(name, i) for name in merged for i in np.flatnonzero(shares[name]).tolist()]
     here = [merged[name][i] for name, i in places]
     encode_s = average_(
@@ -84,6 +87,11 @@ def average_optimizer_state_(
             place for place, (name, i) in enumerate(places) if name not in mine or not mine[name][i]
         },
     )
+    if kept:
+        # What no gradient of this rank has reached yet, such as an embedding's row of which it had
+        # no batch, has squares of 0, and would move without a bound by its peers' momentum.
+        for momentum, *others in zip(merged["exp_avg"], *kept, strict=True):
+            momentum.masked_fill_(reduce(torch.logical_and, [each == 0 for each in others]), 0)
     states.take(merged, shares)
     if _OTHER in mine and (remark := notice_of_local_states(optimizer, parameters)) is not None:
         notify(remark)
