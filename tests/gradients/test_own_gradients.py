@@ -84,3 +84,26 @@ def test_a_rank_without_a_batch_brings_nothing_though_its_last_gradient_is_still
     wanted, _ = results_of(2, partial(job, always_zeroes=True))
     for found in (first, second):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.AllReduce(), offbeat.DeAR()], ids=lambda each: each.name
+)
+def test_a_rank_without_a_batch_clips_the_mean_of_the_others(strategy: Strategy) -> None:
+    def job(driver: ThreadDriver, *, joins: bool) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(3):
+                if step == driver.rank:
+                    loss_of(model, driver.rank, step).backward()
+                elif joins:
+                    session.join()
+                assert session.clip_grad_norm_(0.01) > 0.01 or step == 2
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    wanted, _ = results_of(2, partial(job, joins=True))
+    for found in results_of(2, partial(job, joins=False)):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
