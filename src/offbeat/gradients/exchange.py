@@ -376,11 +376,6 @@ class GradientExchange(Callback):
                 self._look_for_dropped()
                 if all(stashed is None for stashed in self._stashed):
                     self._exchanges_since_step = 0  # the step has what begins now, and nothing else
-        else:
-            # The pass adds to the mean what is this rank's own. The mean of such sums is that of
-            # what is new, added to the mean: they are exchanged as they stand.
-            for published in self._published:
-                published[:] = False
         stashed = [b for b, each in enumerate(self._stashed) if each is not None]
         if stashed and not synchronised:
             self._restore()
@@ -408,6 +403,13 @@ class GradientExchange(Callback):
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         self._num_accumulated += 1
         if not synchronised:
+            if self._num_accumulated == 1:
+                # The pass adds to the mean what is this rank's own. The mean of such sums is that
+                # of what is new, added to the mean: they are exchanged as they stand.
+                for b, (bucket, _) in enumerate(self._pairs):
+                    live = self._live(b) if self._exchanges_since_step else []
+                    self._unsent.update(bucket.indices[position] for position in live)
+                    self._published[b][:] = False
             self._unsent.add(index)
             return
         b, position = self._place[index]
