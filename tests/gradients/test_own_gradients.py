@@ -5,6 +5,7 @@ Reptile do, and ranks that have run out of batches.
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -107,3 +108,26 @@ def test_a_rank_without_a_batch_clips_the_mean_of_the_others(strategy: Strategy)
     wanted, _ = results_of(2, partial(job, joins=True))
     for found in results_of(2, partial(job, joins=False)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("collective", ["tree", "all_gather"])
+def test_what_is_owed_moves_a_parameter_on_all_ranks_though_some_have_frozen_it_by_then(
+    collective: Literal["tree", "all_gather"],
+) -> None:
+    """A rank without a batch takes part when it steps, and others in their backward pass."""
+
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        model = torch.nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy = offbeat.GTopK(density=0.25, collective=collective)
+        with session_on(driver, model, optimizer, strategy):
+            for used, size in zip(model, (1.0, 0.1), strict=True):
+                if driver.rank == 0:
+                    (used * torch.tensor([3.0, 2.0])).sum().mul(size).backward()
+                model[0].requires_grad_(used is model[0])
+                optimizer.step()
+                optimizer.zero_grad()
+        return model[0].detach()
+
+    for found in results_of(2, job):
+        assert found.tolist() == [-1.5, -1.0]

@@ -699,13 +699,7 @@ class GradientExchange(Callback):
     def _publish_grads(self, b: int, tally: Tally) -> None:
         """Commit, and let `param.grad` be the result, with what had been stashed added back."""
         bucket, reduction = self._pairs[b]
-        brought = tally.used.copy()  # by gradients; `commit` marks what was owed, too
         bucket.flat = reduction.commit()
-        for position in np.flatnonzero(~brought).tolist():
-            # A parameter that was frozen meanwhile must not be moved by what it was still owed.
-            if not bucket.parameters[position].requires_grad:
-                bucket.views[position].zero_()
-                tally.used[position] = False
         stashed, self._stashed[b] = self._stashed[b], None
         if stashed is not None:
             bucket.flat.add_(stashed)
