@@ -180,10 +180,13 @@ def of_adam(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {key: entry[key] for key in ("step", "exp_avg", "exp_avg_sq")}
 
 
-def test_the_optimizers_state_is_what_adam_would_have() -> None:
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_optimizers_state_is_what_adam_would_have(maximize: bool) -> None:
     """On one rank, whose mean square is that of the mean over ranks."""
     plain, net = linear(), linear()
-    theirs, ours = (torch.optim.AdamW(each.parameters(), lr=0.0) for each in (plain, net))
+    theirs, ours = (
+        torch.optim.AdamW(each.parameters(), lr=0.0, maximize=maximize) for each in (plain, net)
+    )
     backward_all = range(4)
     for step in backward_all:
         backward(plain, 0, step)
@@ -194,6 +197,11 @@ def test_the_optimizers_state_is_what_adam_would_have() -> None:
             for step in backward_all:
                 backward(net, 0, step)
                 ours.step()
+            torch.testing.assert_close(of_adam(ours), of_adam(theirs))
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            for each, optimizer in ((net, ours), (plain, theirs)):
+                backward(each, 0, 4)
+                optimizer.step()
             torch.testing.assert_close(of_adam(ours), of_adam(theirs))
 
     results_of(1, job)

@@ -441,13 +441,14 @@ class OptimizerScaling(GradientTransform):
             square = moments.square.clone()
             self._change_noise_(moments, square, 1 / self._driver.world_size)
             views = map(moments.bucket.views_of, (moments.mean, square))
-            for parameter, steps, mean_view, square_view in zip(
-                moments.bucket.parameters, moments.steps, *views, strict=True
+            signs = self._signs(moments)
+            for parameter, steps, sign, mean_view, square_view in zip(
+                moments.bucket.parameters, moments.steps, signs, *views, strict=True
             ):
                 if square_view.any():
                     state["state"][numbers[id(parameter)]] = {
                         "step": torch.tensor(steps),
-                        "exp_avg": mean_view.to(parameter.dtype, copy=True),
+                        "exp_avg": (sign * mean_view).to(parameter.dtype),
                         "exp_avg_sq": square_view.to(parameter.dtype, copy=True),
                     }
 
@@ -469,17 +470,23 @@ class OptimizerScaling(GradientTransform):
                 moments.bucket.parameters,
                 moments.bucket.views_of(moments.mean),
                 moments.bucket.views_of(moments.square),
+                self._signs(moments),
                 strict=True,
             )
             is_there = False
-            for position, (parameter, mean, square) in enumerate(views):
+            for position, (parameter, mean, square, sign) in enumerate(views):
                 gathered = self._optimizer.state.get(parameter, {})
                 if "exp_avg" in gathered:
-                    mean.copy_(gathered["exp_avg"])
+                    mean.copy_(gathered["exp_avg"]).mul_(sign)
                     square.copy_(gathered["exp_avg_sq"])
                     moments.steps[position], is_there = float(gathered["step"]), True
             if is_there:
                 self._change_noise_(moments, moments.square, self._driver.world_size)
+
+    def _signs(self, moments: _Moments) -> list[float]:
+        """Of the mean that Adam has of each parameter's gradients, which it negates to maximize."""
+        groups = self._optimizer.param_groups
+        return [-1.0 if groups[n or 0]["maximize"] else 1.0 for n in moments.groups.groups]
 
     def _change_noise_(self, moments: _Moments, square: torch.Tensor, factor: float) -> None:
         """Multiply the noise in the mean square of a bucket, in place."""
