@@ -789,3 +789,20 @@ def test_after_a_state_of_before_the_first_step_was_loaded_adam_begins_anew() ->
         backward(net, 0, 3)
         optimizer.step()
         assert of_adam(optimizer)["step"] == 1
+
+
+def test_what_a_rank_owes_of_its_peers_gradients_is_scaled_though_it_has_had_none_itself() -> None:
+    """An owner owes what it leaves out of its peers' entries, as of rows that they alone use."""
+
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        model = torch.nn.ParameterList([torch.zeros(8), torch.zeros(8)])
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        strategy = offbeat.GTopK(density=2 / 16, collective="reduce_scatter", warmup=None)
+        with session_on(driver, model, optimizer, strategy):
+            for _ in range(4):
+                (model[0].sum() if driver.rank else 100 * model[1].sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model[0].detach().abs().max()
+
+    assert max(results_of(2, job)) <= 4 * 0.1 + 1e-6

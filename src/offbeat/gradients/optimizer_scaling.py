@@ -387,9 +387,13 @@ class OptimizerScaling(GradientTransform):
             )
             return
         for moments in self._moments.values():
-            # What is owed so far was not scaled.
-            assert moments.reduction.residual is not None, "as when it was made"
-            moments.reduction.residual.div_(self._denominator(moments))
+            # What is owed so far was not scaled. A rank may owe what its peers have computed where
+            # its own gradient is next to nothing: it is scaled to at most one for each exchange.
+            owed = moments.reduction.residual
+            assert owed is not None, "as when it was made"
+            weight = moments.reduction.tally.weight or 1  # where nobody has had a sample just now
+            least = owed.abs() / (weight * self.counts.exchanges)
+            owed.div_(torch.maximum(self._denominator(moments), least))
         self._taken()
         self._notices.inform(
             "momentum_correction='auto': gradients are scaled as Adam does it before entries are"
