@@ -792,3 +792,21 @@ def test_what_waits_in_no_sync_is_sent_though_its_parameter_is_frozen_by_then(
         opt.step()
         opt.zero_grad()
     assert_same(net, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mean_that_a_pass_in_no_sync_adds_to_is_sent_though_its_parameter_is_frozen_by_then(
+    attached: Callable,
+) -> None:
+    net, optimizer, session = attached(offbeat.AllReduce())
+    plain = Net()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for model, opt, context in (
+        (net, optimizer, session.no_sync()),
+        (plain, plain_optimizer, contextlib.nullcontext()),
+    ):
+        loss_of(model, 0).backward()
+        model.head.requires_grad_(False)
+        with context:
+            loss_of(model, 1).backward()
+        opt.step()
+    assert_same(net, plain, rtol=1e-4, atol=1e-5)

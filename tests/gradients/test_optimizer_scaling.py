@@ -180,10 +180,13 @@ def of_adam(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {key: entry[key] for key in ("step", "exp_avg", "exp_avg_sq")}
 
 
-def test_the_optimizers_state_is_what_adam_would_have() -> None:
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_optimizers_state_is_what_adam_would_have(maximize: bool) -> None:
     """On one rank, whose mean square is that of the mean over ranks."""
     plain, net = linear(), linear()
-    theirs, ours = (torch.optim.AdamW(each.parameters(), lr=0.0) for each in (plain, net))
+    theirs, ours = (
+        torch.optim.AdamW(each.parameters(), lr=0.0, maximize=maximize) for each in (plain, net)
+    )
     backward_all = range(4)
     for step in backward_all:
         backward(plain, 0, step)
@@ -194,6 +197,11 @@ def test_the_optimizers_state_is_what_adam_would_have() -> None:
             for step in backward_all:
                 backward(net, 0, step)
                 ours.step()
+            torch.testing.assert_close(of_adam(ours), of_adam(theirs))
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            for each, optimizer in ((net, ours), (plain, theirs)):
+                backward(each, 0, 4)
+                optimizer.step()
             torch.testing.assert_close(of_adam(ours), of_adam(theirs))
 
     results_of(1, job)
@@ -781,3 +789,20 @@ def test_after_a_state_of_before_the_first_step_was_loaded_adam_begins_anew() ->
         backward(net, 0, 3)
         optimizer.step()
         assert of_adam(optimizer)["step"] == 1
+
+
+def test_what_a_rank_owes_of_its_peers_gradients_is_scaled_though_it_has_had_none_itself() -> None:
+    """An owner owes what it leaves out of its peers' entries, as of rows that they alone use."""
+
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        model = torch.nn.ParameterList([torch.zeros(8), torch.zeros(8)])
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        strategy = offbeat.GTopK(density=2 / 16, collective="reduce_scatter", warmup=None)
+        with session_on(driver, model, optimizer, strategy):
+            for _ in range(4):
+                (model[0].sum() if driver.rank else 100 * model[1].sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model[0].detach().abs().max()
+
+    assert max(results_of(2, job)) <= 4 * 0.1 + 1e-6

@@ -5,6 +5,7 @@ Reptile do, and ranks that have run out of batches.
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -84,3 +85,49 @@ def test_a_rank_without_a_batch_brings_nothing_though_its_last_gradient_is_still
     wanted, _ = results_of(2, partial(job, always_zeroes=True))
     for found in (first, second):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.AllReduce(), offbeat.DeAR()], ids=lambda each: each.name
+)
+def test_a_rank_without_a_batch_clips_the_mean_of_the_others(strategy: Strategy) -> None:
+    def job(driver: ThreadDriver, *, joins: bool) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(3):
+                if step == driver.rank:
+                    loss_of(model, driver.rank, step).backward()
+                elif joins:
+                    session.join()
+                assert session.clip_grad_norm_(0.01) > 0.01 or step == 2
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    wanted, _ = results_of(2, partial(job, joins=True))
+    for found in results_of(2, partial(job, joins=False)):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("collective", ["tree", "all_gather"])
+def test_what_is_owed_moves_a_parameter_on_all_ranks_though_some_have_frozen_it_by_then(
+    collective: Literal["tree", "all_gather"],
+) -> None:
+    """A rank without a batch takes part when it steps, and others in their backward pass."""
+
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        model = torch.nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy = offbeat.GTopK(density=0.25, collective=collective)
+        with session_on(driver, model, optimizer, strategy):
+            for used, size in zip(model, (1.0, 0.1), strict=True):
+                if driver.rank == 0:
+                    (used * torch.tensor([3.0, 2.0])).sum().mul(size).backward()
+                model[0].requires_grad_(used is model[0])
+                optimizer.step()
+                optimizer.zero_grad()
+        return model[0].detach()
+
+    for found in results_of(2, job):
+        assert found.tolist() == [-1.5, -1.0]

@@ -377,11 +377,6 @@ class GradientExchange(Callback):
                 self._look_for_dropped()
                 if all(stashed is None for stashed in self._stashed):
                     self._exchanges_since_step = 0  # the step has what begins now, and nothing else
-        else:
-            # The pass adds to the mean what is this rank's own. The mean of such sums is that of
-            # what is new, added to the mean: they are exchanged as they stand.
-            for published in self._published:
-                published[:] = False
         stashed = [b for b, each in enumerate(self._stashed) if each is not None]
         if stashed and not synchronised:
             self._restore()
@@ -409,6 +404,13 @@ class GradientExchange(Callback):
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         self._num_accumulated += 1
         if not synchronised:
+            if self._num_accumulated == 1:
+                # The pass adds to the mean what is this rank's own. The mean of such sums is that
+                # of what is new, added to the mean: they are exchanged as they stand.
+                for b, (bucket, _) in enumerate(self._pairs):
+                    live = self._live(b) if self._exchanges_since_step else []
+                    self._unsent.update(bucket.indices[position] for position in live)
+                    self._published[b][:] = False
             self._unsent.add(index)
             return
         b, position = self._place[index]
@@ -456,11 +458,14 @@ class GradientExchange(Callback):
 
     @override
     def on_before_update(self) -> None:
-        """Join the peers' exchange, if this rank has sent nothing for the update, or not all."""
         self._transform.take()
+        self._send_the_rest()
+        self._exchanges_since_update = 0  # a closure may run again in the same step
+
+    def _send_the_rest(self) -> None:
+        """Join the peers' exchange, if this rank has sent nothing for the update, or not all."""
         if not self._exchanges_since_update or self._unsent:
             self.on_join()
-        self._exchanges_since_update = 0  # a closure may run again in the same step
 
     @override
     def on_join(self) -> None:
@@ -695,13 +700,7 @@ class GradientExchange(Callback):
     def _publish_grads(self, b: int, tally: Tally) -> None:
         """Commit, and let `param.grad` be the result, with what had been stashed added back."""
         bucket, reduction = self._pairs[b]
-        brought = tally.used.copy()  # by gradients; `commit` marks what was owed, too
         bucket.flat = reduction.commit()
-        for position in np.flatnonzero(~brought).tolist():
-            # A parameter that was frozen meanwhile must not be moved by what it was still owed.
-            if not bucket.parameters[position].requires_grad:
-                bucket.views[position].zero_()
-                tally.used[position] = False
         stashed, self._stashed[b] = self._stashed[b], None
         if stashed is not None:
             bucket.flat.add_(stashed)
@@ -762,6 +761,7 @@ class GradientExchange(Callback):
         return clipping.norm if is_clipped else self._clip_mean(max_norm)
 
     def _clip_mean(self, max_norm: float) -> float:
+        self._send_the_rest()  # there is no mean before
         # The mean is the same on all ranks, and its norm need not be: how a sum is rounded depends
         # on the number of threads and on the processor.
         agree_on = self._norm_over_ranks or self._norm_of_first

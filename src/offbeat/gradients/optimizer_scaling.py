@@ -387,9 +387,13 @@ class OptimizerScaling(GradientTransform):
             )
             return
         for moments in self._moments.values():
-            # What is owed so far was not scaled.
-            assert moments.reduction.residual is not None, "as when it was made"
-            moments.reduction.residual.div_(self._denominator(moments))
+            # What is owed so far was not scaled. A rank may owe what its peers have computed where
+            # its own gradient is next to nothing: it is scaled to at most one for each exchange.
+            owed = moments.reduction.residual
+            assert owed is not None, "as when it was made"
+            weight = moments.reduction.tally.weight or 1  # where nobody has had a sample just now
+            least = owed.abs() / (weight * self.counts.exchanges)
+            owed.div_(torch.maximum(self._denominator(moments), least))
         self._taken()
         self._notices.inform(
             "momentum_correction='auto': gradients are scaled as Adam does it before entries are"
@@ -441,13 +445,14 @@ class OptimizerScaling(GradientTransform):
             square = moments.square.clone()
             self._change_noise_(moments, square, 1 / self._driver.world_size)
             views = map(moments.bucket.views_of, (moments.mean, square))
-            for parameter, steps, mean_view, square_view in zip(
-                moments.bucket.parameters, moments.steps, *views, strict=True
+            signs = self._signs(moments)
+            for parameter, steps, sign, mean_view, square_view in zip(
+                moments.bucket.parameters, moments.steps, signs, *views, strict=True
             ):
                 if square_view.any():
                     state["state"][numbers[id(parameter)]] = {
                         "step": torch.tensor(steps),
-                        "exp_avg": mean_view.to(parameter.dtype, copy=True),
+                        "exp_avg": (sign * mean_view).to(parameter.dtype),
                         "exp_avg_sq": square_view.to(parameter.dtype, copy=True),
                     }
 
@@ -469,17 +474,23 @@ class OptimizerScaling(GradientTransform):
                 moments.bucket.parameters,
                 moments.bucket.views_of(moments.mean),
                 moments.bucket.views_of(moments.square),
+                self._signs(moments),
                 strict=True,
             )
             is_there = False
-            for position, (parameter, mean, square) in enumerate(views):
+            for position, (parameter, mean, square, sign) in enumerate(views):
                 gathered = self._optimizer.state.get(parameter, {})
                 if "exp_avg" in gathered:
-                    mean.copy_(gathered["exp_avg"])
+                    mean.copy_(gathered["exp_avg"]).mul_(sign)
                     square.copy_(gathered["exp_avg_sq"])
                     moments.steps[position], is_there = float(gathered["step"]), True
             if is_there:
                 self._change_noise_(moments, moments.square, self._driver.world_size)
+
+    def _signs(self, moments: _Moments) -> list[float]:
+        """Of the mean that Adam has of each parameter's gradients, which it negates to maximize."""
+        groups = self._optimizer.param_groups
+        return [-1.0 if groups[n or 0]["maximize"] else 1.0 for n in moments.groups.groups]
 
     def _change_noise_(self, moments: _Moments, square: torch.Tensor, factor: float) -> None:
         """Multiply the noise in the mean square of a bucket, in place."""

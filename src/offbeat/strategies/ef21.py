@@ -36,6 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -169,6 +170,10 @@ class EstimateReduction(EncodingReduction):
             self._share = self._weight / self.tally.weight
         self._ages.after_exchange(self._sent.indices)
         flat.copy_(self._sum).mul_(self._grad_scale)
+        for position in np.flatnonzero(~self.tally.used).tolist():
+            # A parameter that was frozen meanwhile must not be moved by estimates of before.
+            if not self._bucket.parameters[position].requires_grad:
+                self._bucket.views[position].zero_()
         self._mark_unused_with_gradient()
         return flat
 
