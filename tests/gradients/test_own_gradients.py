@@ -4,6 +4,7 @@ Reptile do, and ranks that have run out of batches.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -108,6 +109,28 @@ def test_a_rank_without_a_batch_clips_the_mean_of_the_others(strategy: Strategy)
     wanted, _ = results_of(2, partial(job, joins=True))
     for found in results_of(2, partial(job, joins=False)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.DeAR(), offbeat.GTopK(collective="tree")], ids=lambda each: each.name
+)
+def test_a_loop_that_clips_after_each_accumulated_pass_exchanges_once_in_a_step(
+    strategy: Strategy,
+) -> None:
+    def job(driver: ThreadDriver) -> int:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(3):
+                for context in (session.no_sync(), session.no_sync(), nullcontext()):
+                    with context:
+                        loss_of(model, driver.rank, step).backward()
+                    session.clip_as_loop_does(0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+            return session.stats.exchanges
+
+    assert results_of(2, job) == [3, 3]
 
 
 @pytest.mark.parametrize("collective", ["tree", "all_gather"])
