@@ -111,6 +111,26 @@ def test_a_rank_without_a_batch_clips_the_mean_of_the_others(strategy: Strategy)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def test_a_rank_without_a_batch_takes_part_in_full_precision_where_it_clips_in_autocast() -> None:
+    def job(driver: ThreadDriver, *, autocasts: bool) -> torch.Tensor:
+        model = torch.nn.Linear(64, 64, bias=False)
+        model.weight.data.fill_(1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with session_on(driver, model, optimizer, offbeat.PowerSGD(rank=1)) as session:
+            for step in range(3):
+                if step % 2 == driver.rank:
+                    draw = torch.Generator().manual_seed(step)
+                    model(torch.randn(3, 64, generator=draw)).square().sum().backward()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocasts):
+                    session.clip_grad_norm_(0.5)
+                    optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    wanted = results_of(2, partial(job, autocasts=False))
+    torch.testing.assert_close(results_of(2, partial(job, autocasts=True)), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "strategy", [offbeat.DeAR(), offbeat.GTopK(collective="tree")], ids=lambda each: each.name
 )
