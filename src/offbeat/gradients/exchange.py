@@ -758,8 +758,10 @@ class GradientExchange(Callback):
         return clipping.norm if is_clipped else self._clip_mean(max_norm)
 
     def _clip_mean(self, max_norm: float) -> float:
-        # There is no mean before. A loop may clip after each pass in `no_sync`, too.
-        if not (self._exchanges_since_update or self._unsent):
+        # There is no mean before. A loop may clip after each pass in `no_sync`, too, or ask for the
+        # norm of what a step has left.
+        is_left = max_norm == math.inf and any(map(self._live, range(len(self._pairs))))
+        if not (self._exchanges_since_update or self._unsent or is_left):
             self.on_join()
         # The mean is the same on all ranks, and its norm need not be: how a sum is rounded depends
         # on the number of threads and on the processor.
