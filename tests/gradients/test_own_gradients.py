@@ -4,6 +4,7 @@ Reptile do, and ranks that have run out of batches.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -108,6 +109,48 @@ def test_a_rank_without_a_batch_clips_the_mean_of_the_others(strategy: Strategy)
     wanted, _ = results_of(2, partial(job, joins=True))
     for found in results_of(2, partial(job, joins=False)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_rank_without_a_batch_takes_part_in_full_precision_where_it_clips_in_autocast() -> None:
+    def job(driver: ThreadDriver, *, autocasts: bool) -> torch.Tensor:
+        model = torch.nn.Linear(64, 64, bias=False)
+        model.weight.data.fill_(1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with session_on(driver, model, optimizer, offbeat.PowerSGD(rank=1)) as session:
+            for step in range(3):
+                if step % 2 == driver.rank:
+                    draw = torch.Generator().manual_seed(step)
+                    model(torch.randn(3, 64, generator=draw)).square().sum().backward()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocasts):
+                    session.clip_grad_norm_(0.5)
+                    optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    wanted = results_of(2, partial(job, autocasts=False))
+    torch.testing.assert_close(results_of(2, partial(job, autocasts=True)), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.DeAR(), offbeat.GTopK(collective="tree")], ids=lambda each: each.name
+)
+def test_a_loop_that_clips_after_each_accumulated_pass_exchanges_once_in_a_step(
+    strategy: Strategy,
+) -> None:
+    def job(driver: ThreadDriver) -> int:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(3):
+                for context in (session.no_sync(), session.no_sync(), nullcontext()):
+                    with context:
+                        loss_of(model, driver.rank, step).backward()
+                    session.clip_as_loop_does(0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+            return session.stats.exchanges
+
+    assert results_of(2, job) == [3, 3]
 
 
 @pytest.mark.parametrize("collective", ["tree", "all_gather"])

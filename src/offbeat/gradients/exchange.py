@@ -458,14 +458,11 @@ class GradientExchange(Callback):
 
     @override
     def on_before_update(self) -> None:
-        self._transform.take()
-        self._send_the_rest()
-        self._exchanges_since_update = 0  # a closure may run again in the same step
-
-    def _send_the_rest(self) -> None:
         """Join the peers' exchange, if this rank has sent nothing for the update, or not all."""
+        self._transform.take()
         if not self._exchanges_since_update or self._unsent:
             self.on_join()
+        self._exchanges_since_update = 0  # a closure may run again in the same step
 
     @override
     def on_join(self) -> None:
@@ -761,7 +758,9 @@ class GradientExchange(Callback):
         return clipping.norm if is_clipped else self._clip_mean(max_norm)
 
     def _clip_mean(self, max_norm: float) -> float:
-        self._send_the_rest()  # there is no mean before
+        # There is no mean before. A loop may clip after each pass in `no_sync`, too.
+        if not (self._exchanges_since_update or self._unsent):
+            self.on_join()
         # The mean is the same on all ranks, and its norm need not be: how a sum is rounded depends
         # on the number of threads and on the processor.
         agree_on = self._norm_over_ranks or self._norm_of_first

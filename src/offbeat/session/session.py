@@ -375,7 +375,7 @@ class Session:
         self._check_open("clip_grad_norm_")
         require_positive("max_norm", max_norm)
         self._max_norm = max_norm
-        with torch.no_grad():
+        with plain_arithmetic(self._device_type):
             for callback in self._callbacks:
                 if (norm := callback.clip_gradients(max_norm)) is not None:
                     return torch.tensor(norm)
@@ -390,7 +390,7 @@ class Session:
             As `clip_grad_norm_`; None: nothing was done, and the loop may clip as ever.
         """
         self._max_norm = max_norm
-        with torch.no_grad():
+        with plain_arithmetic(self._device_type):
             norms = [callback.clip_as_loop_does(max_norm) for callback in self._callbacks]
         return next((torch.tensor(norm) for norm in norms if norm is not None), None)
 
