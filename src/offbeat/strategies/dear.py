@@ -131,7 +131,7 @@ class ScatterReduction(Reduction):
         bucket.flat = self._message[: bucket.num_elements]
 
     def launch(self, given: WeightedGradient) -> None:
-        self._begin_sum(given, self._tail)
+        self._begin_sum(given)
         scattering = dense_reduce_scatter(self._message)
         self._sums = [
             self._driver.launch(scattering, self._stream.next()),

@@ -42,7 +42,6 @@ from offbeat.gradients.buckets import Bucket, num_rows
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import (
     ResidualReduction,
-    TalliedSum,
     WeightedGradient,
     launch_sums,
 )
@@ -164,8 +163,7 @@ class LowRankReduction(ResidualReduction):
         self._matrices, self._whole = _split(bucket, rank, self._residual)
         rights.add(self)
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._sum: TalliedSum | None = None
-        self._totals: Sequence[torch.Tensor] = ()  # of the parameters that travel whole
+        self._totals: Sequence[torch.Tensor] = ()  # of P, and of the parameters that travel whole
         self._lefts: list[torch.Tensor] = []
         self._new_rights: list[list[torch.Tensor]] = []
 
@@ -177,9 +175,8 @@ class LowRankReduction(ResidualReduction):
         lefts = [
             each.right @ matrix.T for each, matrix in zip(self._matrices, matrices, strict=True)
         ]
-        parts = [*lefts, *whole]
         # A gradient that is not finite makes its P so, or is a part itself.
-        self._sum = TalliedSum(parts, given.tally, self._driver, self._stream)
+        self._totals = self._sum_tallied([*lefts, *whole], given.tally)
 
     def _places(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """In a buffer: the matrices, each of shape (n, m), and what travels whole."""
@@ -191,11 +188,11 @@ class LowRankReduction(ResidualReduction):
         """The sums over ranks of P of each matrix, shape (r, n), and what the tally of all ranks is
         written to.
         """
-        assert self._sum is not None, "nothing was launched"
-        sums, tail = self._sum.wait()
-        self._sum, self._totals = None, sums[len(self._matrices) :]
-        lefts = zip(self._matrices, sums, strict=False)
-        return [total.view(each.right.shape[0], -1) for each, total in lefts], tail
+        for pending in self._sums:
+            pending.wait()
+        self._sums = ()
+        lefts = zip(self._matrices, self._totals, strict=False)
+        return [total.view(each.right.shape[0], -1) for each, total in lefts], self._tail
 
     @property
     def rights(self) -> list[torch.Tensor]:
@@ -229,7 +226,7 @@ class LowRankReduction(ResidualReduction):
 
     @override
     def wait(self) -> Tally:
-        if self._sum is not None:  # the first bucket that is waited for
+        if self._sums:  # the first bucket that is waited for
             self._rights.exchange()
         return self.tally
 
@@ -242,7 +239,7 @@ class LowRankReduction(ResidualReduction):
             torch.mm(left.T, right, out=matrix)
         # In one call each: on a GPU the host would otherwise launch a kernel for each parameter.
         for_each("copy_", self.rights, [coming for _, coming in self._new_rights])
-        for_each("copy_", whole, self._totals)
+        for_each("copy_", whole, self._totals[len(matrices) :])
         for_each("zero_", self._places(self._mine)[1])
         self._residual, self._mine = self._mine, self._residual
         self._show(total)
