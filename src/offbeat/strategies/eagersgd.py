@@ -36,7 +36,7 @@ when a rank has taken its last step is not in the final model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -50,15 +50,14 @@ from offbeat.averaging.background import group_average
 from offbeat.averaging.background.averager import BackgroundCallback, GroupOf, delta_merge
 from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
-from offbeat.averaging.background.shared_model import SharedModel, Taken
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import TwoOrMore
-from offbeat.codec.model_wire import Counters, Values
-from offbeat.errors import CheckpointError
+from offbeat.codec.model_wire import Values
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_dense_optimizer
-from offbeat.weights.model_weights import ModelWeights, Staging, dense_gradient
+from offbeat.weights.model_weights import ModelWeights, Staging, dense_gradient, restore_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,17 +160,10 @@ class PartialAllReduce(BackgroundCallback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        owed = state.get("additive", {})
-        shapes = {name: tensor.shape for name, tensor in self._by_name(None).items()}
-        if {name: tensor.shape for name, tensor in owed.items()} != shapes:
-            raise CheckpointError(
-                "the gradients that are owed were saved with another model or strategy"
-            )
+        owed, to_apply = self._by_name(None), self._by_name(None)
+        restore_(owed, state.get("additive", {}), "what is owed of gradients")
         super().load_state_dict(state)
-        to_apply = {
-            name: state["local"].get(f"to_apply/{name}", torch.zeros(shape))
-            for name, shape in shapes.items()
-        }
+        to_apply |= {name: state["local"].get(f"to_apply/{name}", to_apply[name]) for name in owed}
         self._gradients.restore(owed=self._vector(owed), to_apply=self._vector(to_apply))
 
     def _owe_gradients(self) -> None:
@@ -317,9 +309,7 @@ class GradientLedger(SharedModel):
         self._owed, self._used = None, self._none_used()
         # A copy, because elements become zero when their average comes.
         self._under_way[version] = mine.copy()
-        own_counters = self._counters[: self._counters.size - self._num_parameters]
-        counters = self._with_used(own_counters, used)
-        return replace(self._contribution(mine, fresh=fresh), counters=counters)
+        return self._contribution(mine, fresh=fresh, used=used)
 
     @override
     def _merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
@@ -365,26 +355,18 @@ class GradientLedger(SharedModel):
     # The model
 
     @override
-    def begin(self, model: Values, counters: Counters, *, step: int) -> None:
-        super().begin(model, self._with_used(counters, self._none_used()), step=step)
-
-    @override
-    def advance(
-        self, model: Sequence[Values], counters: Counters, *, is_given: bool = False
-    ) -> bool:
-        counters = self._with_used(counters, self._none_used())
-        return super().advance(model, counters, is_given=is_given)
-
-    @override
-    def take(self) -> Taken:
-        taken = super().take()
-        own_counters = taken.counters[: taken.counters.size - self._num_parameters]
-        return taken._replace(counters=own_counters)
+    def _contribution(
+        self, values: Values, *, fresh: bool, used: UsedParameters | None = None
+    ) -> Contribution:
+        mine = super()._contribution(values, fresh=fresh)
+        flags = self._none_used() if used is None else used
+        return replace(mine, counters=np.concatenate([mine.counters, flags.astype(np.int64)]))
 
     @override
     def adopt(self, model: Contribution) -> None:
         with self._changed:
-            super().adopt(model)
+            counters = model.counters[: model.counters.size - self._num_parameters]
+            super().adopt(replace(model, counters=counters))
             # Gradients of the model that is given up say nothing about the new one.
             self._owed = self._to_apply = None
             self._used, self._used_to_apply = self._none_used(), self._none_used()
@@ -400,6 +382,3 @@ class GradientLedger(SharedModel):
 
     def _none_used(self) -> UsedParameters:
         return np.zeros(self._num_parameters, np.bool_)
-
-    def _with_used(self, counters: Counters, used: UsedParameters) -> Counters:
-        return np.concatenate([counters, used.astype(np.int64)])
