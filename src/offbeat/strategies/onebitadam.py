@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -57,6 +57,14 @@ class OneBitAdam(GradientStrategy):
             sixth to a quarter of all steps is usual.
     """
 
+    against_scaler: ClassVar[str] = (
+        "OneBitAdam takes the optimizer's steps, and a GradScaler scales what they are given"
+    )
+    against_kfac: ClassVar[str] = (
+        "K-FAC changes the mean of gradients, and OneBitAdam sends momenta and takes the steps"
+        " itself"
+    )
+
     freeze_step: OneOrMore = 1000
 
     @override
@@ -69,19 +77,7 @@ class OneBitAdam(GradientStrategy):
         return SignValues()
 
     @override
-    def build_exchange(self, context: Context, **options: Any) -> NoReturn:
-        raise UnsupportedError(
-            "K-FAC changes the mean of gradients, and OneBitAdam sends momenta and takes the steps"
-            " itself; use exchange=offbeat.AllReduce()"
-        )
-
-    @override
     def transform(self, context: Context) -> GradientTransform:
-        if context.has_scaler:
-            raise UnsupportedError(
-                "OneBitAdam takes the optimizer's steps, and a GradScaler scales what they are"
-                " given; use bfloat16 autocast, which needs no scaler, or offbeat.AllReduce()"
-            )
         return FrozenAdam(context, freeze_step=self.freeze_step)
 
     @override
