@@ -82,6 +82,14 @@ class GroupRanges:
         self._look()
         return self._groups
 
+    @property
+    def signs(self) -> list[float]:
+        """Of what the optimizer keeps of each of the bucket's parameters' gradients, which is
+        negative where it maximizes; 0 for parameters that it does not have.
+        """
+        groups = self._optimizer.param_groups
+        return [0.0 if n is None else -1.0 if groups[n]["maximize"] else 1.0 for n in self.groups]
+
     def merged(self, options: Sequence[T], *, default: T) -> Iterator[tuple[slice, T]]:
         """Neighbouring elements with equal options, and these.
 

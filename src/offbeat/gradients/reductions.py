@@ -238,11 +238,9 @@ class Reduction:
         """Let what is owed to frozen parameters, and to elements at `resting`, wait: if it were
         sent now it would be lost.
         """
-        bucket = self._bucket
-        places = map(slice, bucket.offsets, bucket.offsets[1:])
         frozen = [
             place
-            for parameter, place in zip(bucket.parameters, places, strict=True)
+            for parameter, place in zip(self._bucket.parameters, self._bucket.places, strict=True)
             if not parameter.requires_grad
         ]
         for place in [*frozen, *resting]:

@@ -231,11 +231,10 @@ class ShardedSteps(Callback):
 
     def _pieces_of(self, bucket: Bucket) -> list[_Piece]:
         begin, end = part_of(bucket, self._driver)
-        ends = zip(bucket.offsets, bucket.offsets[1:], strict=False)
         return [
-            _Piece(bucket, position, max(first, begin) - first, min(last, end) - first)
-            for position, (first, last) in enumerate(ends)
-            if max(first, begin) < min(last, end)
+            _Piece(bucket, position, max(p.start, begin) - p.start, min(p.stop, end) - p.start)
+            for position, p in enumerate(bucket.places)
+            if max(p.start, begin) < min(p.stop, end)
         ]
 
     def _all_pieces(self) -> Iterator[_Piece]:

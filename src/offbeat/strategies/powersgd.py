@@ -100,29 +100,26 @@ class RightFactors:
     Args:
         driver: carries it out.
         stream: its channels.
+
+    Attributes:
+        reductions: of the buckets whose factors travel, in the order in which they are launched.
     """
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
         self._driver, self._stream = driver, stream
-        self._reductions: list[LowRankReduction] = []
-
-    def add(self, reduction: LowRankReduction) -> None:
-        """Let the factors of one more bucket travel, which is launched behind the others."""
-        self._reductions.append(reduction)
+        self.reductions: list[LowRankReduction] = []
 
     def exchange(self) -> None:
         """Called when all buckets are launched, at the same point on all ranks: dense operations of
         different ranks are matched by the order in which they begin.
         """
-        sums = [reduction.left_sums() for reduction in self._reductions]
+        sums = [reduction.left_sums() for reduction in self.reductions]
         tallies = Tally.read_from([tail for _, tail in sums])
-        if not all(tally.good for tally in tallies):  # the other factors are of no use
-            lefts: list[list[torch.Tensor]] = [[] for _ in sums]
-        else:
-            lefts = _orthonormal([parts for parts, _ in sums])
+        is_good = all(tally.good for tally in tallies)  # else the other factors are of no use
+        lefts = _orthonormal([parts if is_good else [] for parts, _ in sums])
         factors = [
             factor
-            for reduction, tally, left in zip(self._reductions, tallies, lefts, strict=True)
+            for reduction, tally, left in zip(self.reductions, tallies, lefts, strict=True)
             for factor in reduction.right_factors(tally, left)
         ]
         if not factors:
@@ -130,12 +127,12 @@ class RightFactors:
         message = torch.cat([factor.flatten() for factor in factors])
         for pending in launch_sums(self._driver, self._stream, message):
             pending.wait()
-        last = torch.cat([each.flatten() for one in self._reductions for each in one.rights])
+        last = torch.cat([each.flatten() for one in self.reductions for each in one.rights])
         # What is zero would be so for ever, and a layer whose first gradient is zero never learn.
         coming = torch.where(message == 0, last, message)
         sizes = [factor.numel() for factor in factors]
         both = zip(message.split(sizes), coming.split(sizes), strict=True)
-        for reduction in self._reductions:
+        for reduction in self.reductions:
             reduction.take(list(islice(both, len(reduction.rights))))
 
 
@@ -161,7 +158,7 @@ class LowRankReduction(ResidualReduction):
         self._rights = rights
         self._sizes = [parameter.numel() for parameter in bucket.parameters]
         self._matrices, self._whole = _split(bucket, rank, self._residual)
-        rights.add(self)
+        rights.reductions.append(self)
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._totals: Sequence[torch.Tensor] = ()  # of P, and of the parameters that travel whole
         self._lefts: list[torch.Tensor] = []
