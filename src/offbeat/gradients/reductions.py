@@ -258,11 +258,6 @@ class Reduction:
         """
         return f"{key}/{self._bucket.names[0]}"
 
-    def _load_numbers(self, numbers: dict[str, float], local: Mapping[str, Any]) -> None:
-        """Those that are not there keep their value: a run may resume with another selector."""
-        saved = {key: local.get(self._local_name(key)) for key in numbers}
-        numbers.update({key: value for key, value in saved.items() if value is not None})
-
     def _mark_unused_with_gradient(self) -> None:
         """Mark parameters as used that no rank used, and of which something was still owed."""
         for position in np.flatnonzero(~self.tally.used).tolist():
@@ -583,7 +578,9 @@ class SparseReduction(ResidualReduction):
     @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         super().load(additive, local)
-        self._load_numbers(self._selector_state, local)
+        # What is not there keeps its value: a run may resume with another selector.
+        for key, value in self._selector_state.items():
+            self._selector_state[key] = local.get(self._local_name(key), value)
         if self._owed_rate is not None:
             # A parameter's name may hold slashes; what stands before it holds none.
             named = {tuple(name.split("/", 1)): value for name, value in local.items()}

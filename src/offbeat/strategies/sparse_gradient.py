@@ -169,11 +169,7 @@ class SparseGradientStrategy(EntriesStrategy):
                 plan=partial(density.plan, kind),
                 owed_rate=None
                 if optimizer is None
-                else OwedRate(
-                    GroupRanges(bucket, optimizer),
-                    rates=transform.rates,
-                    leads_to_plain_steps=transform.leaves_plain_steps,
-                ),
+                else OwedRate(GroupRanges(bucket, optimizer), transform),
             )
             pairs.append((bucket, reduction))
         return Reductions(pairs, [*others, density], [density.listener])
