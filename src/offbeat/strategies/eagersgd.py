@@ -47,7 +47,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import group_average
-from offbeat.averaging.background.averager import BackgroundCallback, GroupOf, delta_merge
+from offbeat.averaging.background.averager import BackgroundCallback, delta_merge
 from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
 from offbeat.averaging.background.shared_model import SharedModel
@@ -82,24 +82,16 @@ class EagerSGD(AveragingStrategy):
         require_dense_optimizer(optimizer)
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging = Staging(weights.tensors(), in_miniature=True)
-        ledger = GradientLedger(
-            staging.num_elements,
-            len(context.parameters),
-            make_rule=delta_merge(staging, weights),
-            averages_models=self._averages_models,
-            changed=context.driver.condition(),
-        )
-        return [
-            PartialAllReduce(context, weights, ledger, staging=staging, group_of=self._group_of)
-        ]
+        return [PartialAllReduce(context, weights, self)]
 
-    def _averages_models(self, version: int) -> bool:
+    def averages_models(self, version: int) -> bool:
+        """Whether `version` averages models, and not gradients."""
         return (version + 1) % self.period == 0
 
-    def _group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+    def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+        """The group of the member at `position` in `version`."""
         half = -(-num_members // 2)
-        several = self.mode == "majority" or self._averages_models(version)
+        several = self.mode == "majority" or self.averages_models(version)
         return VersionGroup(ranks=tuple(range(num_members)), min_arrivals=half if several else 1)
 
 
@@ -108,33 +100,31 @@ class PartialAllReduce(BackgroundCallback):
     that have come.
 
     Args:
-        context, weights, group_of: as of `BackgroundCallback`.
-        staging: of the weights.
-        gradients: the model that is averaged, with its gradients.
+        context, weights: as of `BackgroundCallback`.
+        strategy: says who averages what in each version.
     """
 
     state_key: ClassVar[str] = "partial_gradients"
 
-    def __init__(
-        self,
-        context: Context,
-        weights: ModelWeights,
-        gradients: GradientLedger,
-        *,
-        staging: Staging,
-        group_of: GroupOf,
-    ) -> None:
+    def __init__(self, context: Context, weights: ModelWeights, strategy: EagerSGD) -> None:
+        staging = Staging(weights.tensors(), in_miniature=True)
+        self._parameters = [*weights.parameters.values()]
+        self._gradients = GradientLedger(
+            staging.num_elements,
+            len(self._parameters),
+            make_rule=delta_merge(staging, weights),
+            averages_models=strategy.averages_models,
+            changed=context.driver.condition(),
+        )
         super().__init__(
             context,
             weights,
-            gradients,
+            self._gradients,
             staging=staging,
             serve=group_average.serve,
-            group_of=group_of,
-            num_flags=len(context.parameters),
+            group_of=strategy.group_of,
+            num_flags=len(self._parameters),
         )
-        self._gradients = gradients
-        self._parameters = [*weights.parameters.values()]
 
     @override
     def on_before_update(self) -> None:
