@@ -65,16 +65,15 @@ class OneBitAdam(GradientStrategy):
         " itself"
     )
 
+    values: ClassVar[ValueCodec] = SignValues()
+    """How momentum travels."""
+
     freeze_step: OneOrMore = 1000
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
         require_adam(optimizer, type(self).__name__)
-
-    def values(self) -> ValueCodec:
-        """How momentum travels."""
-        return SignValues()
 
     @override
     def transform(self, context: Context) -> GradientTransform:
@@ -84,7 +83,7 @@ class OneBitAdam(GradientStrategy):
     def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         assert isinstance(transform, FrozenAdam)
         pairs = [
-            (bucket, _MomentumReduction(bucket, self.values(), context, transform))
+            (bucket, _MomentumReduction(bucket, self.values, context, transform))
             for bucket in self.buckets(context)
         ]
         return Reductions(pairs)
