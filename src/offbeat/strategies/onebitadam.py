@@ -113,12 +113,11 @@ def divisor_of(square: torch.Tensor, num_updates: float, group: Mapping[str, Any
     return divisor.masked_fill_(square == 0, torch.inf)
 
 
-def regrow_(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: float) -> None:
-    """Let second moments of so many updates be what they would be after as many as Adam counts
-    steps: for so grown it takes them.
+def regrow_(state: Mapping[str, Any], group: Mapping[str, Any], then: float, now: float) -> None:
+    """Let second moments of so many updates `then` be what they would be after so many `now`: for
+    as grown as its steps say Adam takes them.
     """
-    grown = _grown(state["step"], group) / _grown(num_updates, group)
-    state["exp_avg_sq"].mul_(grown)
+    state["exp_avg_sq"].mul_(_grown(now, group) / _grown(then, group))
 
 
 def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
@@ -245,7 +244,7 @@ class FrozenAdam(GradientTransform):
             return
         self._frozen_at = num_steps
         for group, state in states:
-            state["exp_avg_sq"].mul_(_grown(num_steps, group) / _grown(state["step"], group))
+            regrow_(state, group, state["step"], num_steps)
         self._notices.inform(remark_of_freeze(self._optimizer, num_steps))
 
     def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -261,7 +260,7 @@ class FrozenAdam(GradientTransform):
         self._hidden.show()
         if self.is_taken:
             for group, state in self._states():
-                regrow_(state, group, self._frozen_at)
+                regrow_(state, group, self._frozen_at, state["step"])
         self._frozen_at = 0.0
         super().give_back()
 
