@@ -693,8 +693,7 @@ class GradientExchange(Callback):
         for b, (bucket, _) in enumerate(self._pairs):
             if (stashed := self._stashed[b]) is not None:
                 bucket.flat.copy_(stashed)
-                for position in np.flatnonzero(self._published[b]).tolist():
-                    bucket.parameters[position].grad = bucket.views[position]
+                self._show(b, self._published[b])
             self._stashed[b] = None
 
     def _publish_grads(self, b: int, tally: Tally) -> None:
@@ -704,10 +703,13 @@ class GradientExchange(Callback):
         stashed, self._stashed[b] = self._stashed[b], None
         if stashed is not None:
             bucket.flat.add_(stashed)
-        shown = tally.used | self._published[b]
+        self._show(b, tally.used | self._published[b])
+
+    def _show(self, b: int, shown: NDArray[np.bool_]) -> None:
+        """Let `param.grad` be what the bucket holds of the parameters that are `shown`."""
+        bucket, self._published[b] = self._pairs[b][0], shown
         for position in np.flatnonzero(shown).tolist():
             bucket.parameters[position].grad = bucket.views[position]
-        self._published[b] = shown
 
     def _discard(self) -> None:
         for b, (bucket, reduction) in enumerate(self._pairs):
@@ -735,9 +737,7 @@ class GradientExchange(Callback):
         if self._has_scaler:
             for b, (bucket, reduction) in enumerate(self._pairs):
                 bucket.flat.fill_(float("nan"))
-                self._published[b] = used = reduction.tally.used
-                for position in np.flatnonzero(used).tolist():
-                    bucket.parameters[position].grad = bucket.views[position]
+                self._show(b, reduction.tally.used)
 
     @override
     def clip_gradients(self, max_norm: float) -> float:
