@@ -39,13 +39,13 @@ from offbeat.megabatch.loader import (
     order_of,
     require_same_order,
 )
-from offbeat.session.agreement import agree, answer_of, require_agreement
+from offbeat.session.agreement import answer_of, require_agreement
 from offbeat.torch_private import iterates_by_itself
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
 
 _DATA_KEY = "data"
-"""The key in the store for the description of what the founders' loaders read."""
+"""The key in the store for the description of what the founders' loaders read, and their sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,25 +196,31 @@ def make_loader(
     except ConfigError as error:
         description = error
     others = [each for each in callbacks if isinstance(each, LockstepLoader)]
-    sizes = list[int]()
-    if policy is None:
-        given = None if source is None else source.batch_size
-        key = f"{_DATA_KEY}/in step/{len(others)}"
-        sizes = _sizes_in_step(description, given, driver, control, network, key, returns=returns)
+    store = store_of(network)
+    key = f"{_DATA_KEY}/in step/{len(others)}" if policy is None else _DATA_KEY
+    # Also how many samples a rank asks for, or how many fit into its memory.
+    size = max_batch_size if source is None or policy is not None else source.batch_size
+    mine = answer_of(description)
+    mine["size"] = None if "refusal" in mine else size
+    answers: Mapping[int, Any] | None = None
+    if not returns:
+        answers = (
+            dict(enumerate(driver.run(gather_values(mine), control.next())))
+            if policy is None
+            else policy.gather(mine)
+        )
+    if answers is None:
+        # This rank came later than its peers, or was left out.
+        sizes = _sizes_of_founders(store, description, key)
+        if policy is None and driver.rank not in sizes:
+            raise ConfigError(
+                f"RANK is {driver.rank}, and samples were shared out among {len(sizes)} workers at"
+                " first; come back in the place of one that has died, or feed your own loop"
+            )
     else:
-        store = store_of(network)
-        # Also how many samples fit into each rank's memory.
-        fits = None if isinstance(description, OffbeatError) else max_batch_size
-        answers = None if returns else policy.gather(answer_of(description) | {"fits": fits})
-        if answers is None:
-            # This rank came later than its peers, or was left out: what they read stands in the
-            # store.
-            _agree_with_founders(store, description)
-            limits = {driver.rank: max_batch_size}
-        else:
-            require_agreement(description, answers)
-            store.set(_DATA_KEY, json.dumps(description))
-            limits = {rank: answer["fits"] for rank, answer in answers.items()}
+        require_agreement(description, answers)
+        sizes = {rank: answer["size"] for rank, answer in answers.items()}
+        store.set(key, json.dumps([description, [*sizes.items()]]))
     assert source is not None, "else it is refused above"
     if source.loader.drop_last:
         notify(
@@ -244,7 +250,7 @@ def make_loader(
             )
         return LockstepLoader(
             fetcher,
-            batch_sizes=sizes,
+            batch_sizes=[*sizes.values()],
             claimed=weigh,
             seed=seed,
             rank=driver.rank,
@@ -252,7 +258,7 @@ def make_loader(
             number=len(others),
         )
     assert source.batch_size is not None, "its description has it"
-    policy.feed(source.batch_size, limits)
+    policy.feed(source.batch_size, {driver.rank: max_batch_size} if answers is None else sizes)
     return DispatchLoader(
         fetcher,
         log=ClaimLog(store),
@@ -277,54 +283,25 @@ def _require_claims(source: DataSource, claims_ahead: int | None) -> None:
         )
 
 
-def _sizes_in_step(
-    description: OffbeatError | dict[str, Any],
-    batch_size: int | None,
-    driver: Driver,
-    control: Stream,
-    network: Network | None,
-    key: str,
-    *,
-    returns: bool,
-) -> list[int]:
-    """How many samples each rank asks for, once all are known to read the same. One that has come
-    back finds it in the store, since its peers have made their loaders long before.
+def _sizes_of_founders(
+    store: Store, mine: OffbeatError | dict[str, Any], key: str
+) -> dict[int, int]:
+    """What those who made their loaders together told each other, by rank, which stands in the
+    store. Raises unless they read the same data.
     """
-    if not returns:
-        agree(driver, control, description)
-        sizes: list[int] = driver.run(gather_values(batch_size), control.next())
-        if driver.rank == 0 and network is not None:
-            store = store_of(network)
-            store.set(f"{key}/sizes", json.dumps(sizes))
-            store.set(key, json.dumps(description))  # last: who finds it finds the sizes, too
-        return sizes
-    store = store_of(network)
-    _agree_with_founders(store, description, key)
-    sizes = json.loads(store.get(f"{key}/sizes"))
-    if driver.rank >= len(sizes):
-        raise ConfigError(
-            f"RANK is {driver.rank}, and samples were shared out among {len(sizes)} workers at"
-            " first; come back in the place of one that has died, or feed your own loop"
-        )
-    return sizes
-
-
-def _agree_with_founders(
-    store: Store, mine: OffbeatError | dict[str, Any], key: str = _DATA_KEY
-) -> None:
-    """Raise unless the founders' loaders read the same data."""
     if isinstance(mine, OffbeatError):
         raise mine
     if not store.check([key]):
         raise ConfigError(
             "the run that this worker has joined has no loader; feed your own loop, as its peers do"
         )
-    theirs = json.loads(store.get(key))
+    theirs, sizes = json.loads(store.get(key))
     if theirs != mine:
         raise MismatchError(
             f"this worker's loader differs from that of the run that it has joined: {mine} here,"
             f" {theirs} there"
         )
+    return dict(sizes)
 
 
 def num_steps(num_samples: int, batch_sizes: Sequence[int]) -> int:
