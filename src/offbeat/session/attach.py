@@ -212,7 +212,7 @@ def attach_through(
     keep_freed_memory()
     returns = is_returning()
     if optimizer is not None:
-        optimizer = _unwrapped(optimizer)
+        optimizer = unwrapped(optimizer)
     if not returns:
         join_process_group()
     grid = None
@@ -329,7 +329,7 @@ def island_mesh(device_type: str, num_shards: int) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that makes the steps, of one that a framework has wrapped.
 
     Accelerate's is a `torch.optim.Optimizer` by its class and was never initialised as one; its
