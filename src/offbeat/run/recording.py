@@ -32,7 +32,6 @@ from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.coordination import Coordinator, group_store
-from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
 from offbeat.run.records import Evaluation, RunDirectory, as_measured, begin_attempt, create
 from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, leave_out, write_end
@@ -93,7 +92,7 @@ class OpenRecord:
     coordinator: Coordinator
 
 
-class ScriptRecorder(SessionObserver, ModelListener):
+class ScriptRecorder(SessionObserver):
     """Records one rank of a script.
 
     Args:
@@ -198,6 +197,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
             so_far = self._loss_of_step
             self._loss_of_step = seen if so_far is None else so_far + seen
 
+    def backward_ended(self) -> None:
+        """What `loss_seen` announced is over."""
+
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """A scaler has taken a step of `optimizer`, or left it out."""
         if optimizer is self._optimizer:
@@ -210,13 +212,13 @@ class ScriptRecorder(SessionObserver, ModelListener):
         """The script puts a model out of training mode: what follows belongs to no step."""
         self._has_evaluated = True
 
-    @override
     def stepped_without_session(self) -> None:
+        """The script, which has a process group and no DDP model, has taken a step."""
         self.position.step += 1
         self._stop_at_limit()
 
-    @override
     def training_ends(self) -> None:
+        """The script takes no more steps. Its sessions are about to end."""
         # Only a supervisor asks. The store of others may have gone with the rank that served it.
         if self._recorder is not None and self._recorder.run.coordinator.supervised:
             self._recorder.run.coordinator.take_no_more_steps()
