@@ -144,16 +144,12 @@ class FrameworkSession:
         """
         self._hook.remove()
         self.trains()
-        if self._evaluation is not None:
-            self._evaluation.close()
         if (ddp := self._quiet) is not None:
             ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
             del ddp.no_sync, ddp.join_hook
             self._quiet = None
         if error is None:
             self.session.close()
-            if self._evaluation is not None:
-                self._evaluation.session_ended()
         else:
             self.session.__exit__(type(error), error, error.__traceback__)
 

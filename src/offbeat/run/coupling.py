@@ -517,8 +517,6 @@ class ScriptSessions(ScriptListener):
             return
         # Not `finish`: no rank is to wait for one that has come back and begun anew.
         session.__exit__(None, None, None)
-        if coupled.evaluation is not None:
-            coupled.evaluation.session_ended()
 
     # Steps
 
