@@ -16,7 +16,6 @@ wrapped anew.
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import sys
 import weakref
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from offbeat.callbacks.context import LOGGER
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.run.children import ChildFunction
 from offbeat.run.evaluation import EvaluationWeights
@@ -42,9 +42,6 @@ from offbeat.session.state import reshard
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import is_in_flat_parameter, only_makes_state
 from offbeat.transport.connect import is_returning
-
-LOGGER = logging.getLogger("offbeat")
-
 
 NOT_DISTRIBUTED = """\
 {script} trains on one rank only, with neither DistributedDataParallel nor offbeat.attach; add

@@ -29,7 +29,6 @@ So what is evaluated and saved is up to one period, or `MEAN_EVERY` steps, old.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -39,6 +38,7 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.context import LOGGER
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError
 from offbeat.session.metrics import SessionObserver
@@ -54,7 +54,6 @@ that sends the weights in each step.
 _NUM_SAMPLED: Final = 8
 """Of how many parameters a few elements are looked at after each step."""
 
-LOGGER = logging.getLogger("offbeat")
 
 _OVER_MEAN: Final = (
     "the script has written into the parameters while they held the mean of all ranks' models: this"

@@ -12,7 +12,6 @@ loss. A script that logs none has its training loss as its metric, as the mean o
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -28,6 +27,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from offbeat.callbacks.context import LOGGER
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
@@ -69,9 +69,6 @@ _HIGHER_IS_BETTER: Final = (
 )  # fmt: skip
 _LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape", "fid")
 """Words that decide, whatever else a name says: top1_error, dice_loss, fid_score."""
-
-
-LOGGER = logging.getLogger("offbeat")
 
 
 def higher_is_better(name: str) -> bool:

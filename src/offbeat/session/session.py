@@ -269,7 +269,6 @@ class Session:
                 self._notices,
                 keeps_anchor=lambda: self.acting.keeps_anchor,
             )
-            self._unhooks.append(self._load_watch.remove)
             self.observers.append(self._load_watch)
         ATTACHED_MODELS.add(model)
         session_opened(self)
@@ -1144,7 +1143,8 @@ class _LoadWatch(SessionObserver):
         self._num_steps, self.has_state = num_steps, False
         self._seen.clear()
 
-    def remove(self) -> None:
+    @override
+    def closed(self, error: BaseException | None) -> None:
         for handle in self._handles:
             handle.remove()
 
