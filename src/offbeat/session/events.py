@@ -225,14 +225,23 @@ class EventDispatcher:
             }
         return self._listening[event]
 
+    def tell(
+        self,
+        event: Callable[Concatenate[Callback, Arguments], None],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        """Let each callback act on `event`, a method of `Callback`, in order."""
+        for callback in self._those_with(event.__name__):
+            getattr(callback, event.__name__)(*args, **kwargs)
+
     @_plainly
     def report_failed_pass(self) -> None:
         """If a backward pass was begun and an exception ended it, say so now."""
         if self._open_pass != NO_BACKWARD_PASS == current_backward_pass():
             _reached.pop(self._open_pass, None)
             self._open_pass = NO_BACKWARD_PASS
-            for callback in self._those_with("on_backward_failed"):
-                callback.on_backward_failed()
+            self.tell(Callback.on_backward_failed)
 
     def session_ends(self) -> None:
         """The loop has ended well."""
@@ -268,8 +277,7 @@ class EventDispatcher:
     def _forward_begins(self, *, trains: bool) -> None:
         if self._notices.due:
             self._notices.issue_warnings()
-        for callback in self._those_with("on_forward_begins"):
-            callback.on_forward_begins(trains=trains)
+        self.tell(Callback.on_forward_begins, trains=trains)
 
     def parameters_needed(self) -> None:
         """All parameters are about to be copied."""
@@ -320,8 +328,7 @@ class EventDispatcher:
                     " script has no session, wrap the model in DistributedDataParallel anew"
                 )
         self._synchronised = self.sync.wanted
-        for callback in self._those_with("on_backward_begins"):
-            callback.on_backward_begins(synchronised=self._synchronised)
+        self.tell(Callback.on_backward_begins, synchronised=self._synchronised)
 
     @_plainly
     def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -340,8 +347,7 @@ class EventDispatcher:
         self._open_pass = NO_BACKWARD_PASS
         if self._is_removed:
             return
-        for callback in self._those_with("on_backward_done"):
-            callback.on_backward_done(synchronised=self._synchronised)
+        self.tell(Callback.on_backward_done, synchronised=self._synchronised)
         self._watch.backward_done()
 
     @_plainly
@@ -363,11 +369,9 @@ class EventDispatcher:
             refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):  # it will run backward, and that exchanges
-            for callback in self._those_with("on_closure"):
-                callback.on_closure()
+            self.tell(Callback.on_closure)
             return args[:1], {**kwargs, "closure": self._then_update(closure)}
-        for callback in self._those_with("on_before_step"):
-            callback.on_before_step()
+        self.tell(Callback.on_before_step)
         self._before_update()
         return None
 
@@ -393,16 +397,14 @@ class EventDispatcher:
 
     @_plainly
     def _before_update(self) -> None:
-        for callback in self._those_with("on_before_update"):
-            callback.on_before_update()
+        self.tell(Callback.on_before_update)
 
     @_plainly
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._makes_state or inside_own_step(optimizer):
             return
         self.num_steps += 1
-        for callback in self._those_with("on_after_step"):
-            callback.on_after_step()
+        self.tell(Callback.on_after_step)
         self._driver.mark_step(self.num_steps)
         for observer in self._observers:
             observer.step_ended(self.num_steps)

@@ -410,8 +410,7 @@ class Session:
         place of `backward()`.
         """
         with plain_arithmetic(self._device_type):
-            for callback in self._callbacks:
-                callback.on_join()
+            self._events.tell(Callback.on_join)
 
     def weigh(self, num_samples: int) -> None:
         """Say that this rank's gradient of the coming step is the mean over so many samples.
@@ -425,8 +424,7 @@ class Session:
         self._refuse_shards(
             "weigh()", "FSDP averages over the ranks of an island, who take equally many samples"
         )
-        for callback in self._callbacks:
-            callback.on_batch_claimed(num_samples)
+        self._events.tell(Callback.on_batch_claimed, num_samples)
 
     def loader(
         self,
@@ -648,8 +646,7 @@ class Session:
         skipped = int(self._counted(self._callbacks)["skipped_steps"])
         if not self._is_last_step:
             self._is_last_step, self._skipped_before = True, skipped
-            for callback in self._callbacks:
-                callback.on_last_step()
+            self._events.tell(Callback.on_last_step)
             return False
         if not self.acting.replicas_differ and skipped != self._skipped_before:
             # All ranks have dropped the step that was to send what they owe: they owe it still.
@@ -753,8 +750,7 @@ class Session:
         if before is not None and (self.acting.replicas_differ or before == self._finished_at):
             return
         with torch.no_grad():
-            for callback in self._callbacks:
-                callback.on_finish()
+            self._events.tell(Callback.on_finish)
 
     @property
     def steps_behind(self) -> int:
@@ -777,15 +773,13 @@ class Session:
         """
         self._num_rests += 1
         if self._num_rests == 1:
-            for callback in self._callbacks:
-                callback.on_rest()
+            self._events.tell(Callback.on_rest)
         try:
             yield
         finally:
             self._num_rests -= 1
             if not self._num_rests:  # the outermost block is left
-                for callback in self._callbacks:
-                    callback.on_resume()
+                self._events.tell(Callback.on_resume)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
