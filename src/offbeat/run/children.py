@@ -49,7 +49,7 @@ class ChildFunction:
         # The script says who its ranks are; the supervisor's store is for its own workers.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         config = RunConfig.from_json(os.environ[CHILD_VARIABLE])
-        recipe = recipe_for(config.strategy, config.strategy_options)
+        recipe = recipe_for(config)
         # Whose steps are in no record.
         recorder = ScriptRecorder(lambda: None, lambda report: None, stop_after=None)
         sessions = ScriptSessions(recipe, recorder)

@@ -534,15 +534,6 @@ class _ClosingRecorder(ScriptRecorder):
 def _config_of(strategy: Strategy) -> RunConfig:
     words = sys.argv or [""]
     script = ScriptCommand(path=words[0] or "session", arguments=words[1:])
-    values = strategy_values(strategy).items()
-    options = {name: _as_json(value) for name, value in values}
+    # Objects of Python stand in a record as what they print.
+    options = json.loads(json.dumps(strategy_values(strategy), default=repr))
     return script_run(script, strategy.name, options, workers=1)
-
-
-def _as_json(value: Any) -> object:
-    """An option as it stands in a record: objects of Python by what they print."""
-    try:
-        found: object = json.loads(json.dumps(value))
-        return found
-    except (TypeError, ValueError):
-        return repr(value)
