@@ -161,6 +161,7 @@ class ScriptSessions(ScriptListener):
     Attributes:
         num_ddp_models: DDP models that the script has made.
         num_attached: sessions that were attached, by this or by the script itself.
+        has_made_anything: whether the script has made a DDP model or an optimizer.
         num_processes: processes that the script has started, but for those that load data.
         trains_without_session: whether its first step was of a model that no session has.
         trains_without_ddp: whether that step was in a process group.
@@ -178,7 +179,7 @@ class ScriptSessions(ScriptListener):
         # them still live depends on the garbage collector, so it may differ between ranks.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self._older: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._has_made_optimizer = False
+        self.has_made_anything = False
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._last_scaler: Callable[[], torch.amp.GradScaler | None] = lambda: None
         self._carried = CarriedStates()
@@ -191,11 +192,6 @@ class ScriptSessions(ScriptListener):
         self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._left: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_told_of_override = self._has_told_of_turns = False
-
-    @property
-    def has_made_anything(self) -> bool:
-        """Whether the script has made a DDP model or an optimizer."""
-        return bool(self.num_ddp_models or self._has_made_optimizer)
 
     # What the script does
 
@@ -215,6 +211,7 @@ class ScriptSessions(ScriptListener):
     @override
     def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
         self.num_ddp_models += 1
+        self.has_made_anything = True
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         adopted: Adopted = "model" if ddp.broadcast_buffers else "parameters"
         sends = ddp.broadcast_buffers
@@ -232,7 +229,7 @@ class ScriptSessions(ScriptListener):
 
     @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers[optimizer], self._has_made_optimizer = None, True
+        self._optimizers[optimizer], self.has_made_anything = None, True
         with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
             self._carried.watch(optimizer)
 
