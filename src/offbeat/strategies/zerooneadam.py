@@ -327,7 +327,7 @@ class LocalAdam(Callback, TakeMean):
                 if not self._updates_of[name]:
                     state.clear()  # without a second moment Adam has to begin
                     continue
-                regrow_(state, group, self._updates_of[name])
+                regrow_(state, group, self._updates_of[name], state["step"])
                 state |= {key: state[key].to(parameter.dtype) for key in MOMENTS}
         self._num_steps = 0
 
