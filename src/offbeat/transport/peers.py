@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from offbeat.errors import ConfigError, OffbeatError, PeerError, PeerTimeoutError, UnsupportedError
-from offbeat.transport.driver import DONE, Driver, Finished, Ticket
+from offbeat.transport.driver import DONE, Driver, Finished, Ticket, Underway
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.mesh import FINISHED, SESSION_ENDED, WATCH_INTERVAL_S, Mesh
 from offbeat.transport.operations import Now, Operation, Payload, Post, Recv, RecvAny, Send, Sleep
@@ -110,8 +110,12 @@ class Peers(Driver):
             case Post(payload):
                 self._post(payload, channel)
                 return DONE
-            case Sleep():
-                return _SleepTicket(operation.seconds)
+            case Sleep(seconds):
+                end_s = time.monotonic() + seconds
+                return Underway(
+                    lambda: time.monotonic() >= end_s,
+                    lambda: time.sleep(max(0.0, end_s - time.monotonic())),
+                )
             case Now():
                 return Finished(time.monotonic())
             case _:
@@ -332,16 +336,3 @@ class _Receive:
             return PeerTimeoutError(f"{passed} rank {mesh.rank} waited for anybody's message")
         peer = min(self.peers)
         return PeerTimeoutError(f"{passed} {mesh.wait_of(peer, self.channel)}", rank=peer)
-
-
-class _SleepTicket:
-    """A sleep under way."""
-
-    def __init__(self, duration_s: float) -> None:
-        self._end_s = time.monotonic() + duration_s
-
-    def done(self) -> bool:
-        return time.monotonic() >= self._end_s
-
-    def wait(self) -> None:
-        time.sleep(max(0.0, self._end_s - time.monotonic()))
