@@ -68,11 +68,8 @@ class VirtualDriver(Driver):
             case Send(peer, payload):
                 cluster.deliver(self.rank, peer, channel, payload)
                 return DONE
-            case Recv(peer):
-                self.waiting_for = f"Recv from {peer}"
-                return _VirtualReceive(cluster, self.rank, operation, channel)
-            case RecvAny(peers):
-                self.waiting_for = f"RecvAny from {sorted(peers)}"
+            case Recv() | RecvAny():
+                self.waiting_for += f" from {', '.join(map(str, sorted(operation.peers)))}"
                 return _VirtualReceive(cluster, self.rank, operation, channel)
             case Post(payload):
                 cluster.post(self.rank, channel, payload)

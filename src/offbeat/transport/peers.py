@@ -95,8 +95,11 @@ class Peers(Driver):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
-            case Send():
-                self._send(operation, channel)
+            case Send(peer, payload):
+                self._check_peer(peer)
+                with self._changed:
+                    self._check_open()
+                    self._mesh.send(peer, channel, payload)
                 return DONE
             case Recv(peer):
                 self._check_peer(peer)
@@ -108,7 +111,12 @@ class Peers(Driver):
                     self._check_peer(max(others))
                 return _Receive(self, operation, channel)
             case Post(payload):
-                self._post(payload, channel)
+                with self._changed:
+                    self._check_open()
+                    self._mesh.inbox.post(self.rank, channel, payload)
+                    if self._is_polled:
+                        self._mesh.listener.wake()  # else it would sleep until a message comes
+                    self._changed.notify_all()
                 return DONE
             case Sleep(seconds):
                 end_s = time.monotonic() + seconds
@@ -245,20 +253,6 @@ class Peers(Driver):
                     raise receive.timeout(self._mesh)
                 self._wait_for_change(remaining_s)
             return message
-
-    def _post(self, payload: Payload, channel: int) -> None:
-        with self._changed:
-            self._check_open()
-            self._mesh.inbox.post(self.rank, channel, payload)
-            if self._is_polled:
-                self._mesh.listener.wake()  # else it would sleep until a message comes
-            self._changed.notify_all()
-
-    def _send(self, operation: Send, channel: int) -> None:
-        self._check_peer(operation.peer)
-        with self._changed:
-            self._check_open()
-            self._mesh.send(operation.peer, channel, operation.payload)
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.world_size or peer == self.rank:
