@@ -26,7 +26,6 @@ from offbeat.transport.driver import Driver
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation.delaying import Delaying, Delivery, StepTimeEmulator
 from offbeat_lab.native import CommunicationMeter, Native, NativeSession
-from offbeat_lab.options import Recipe
 from offbeat_lab.records import emulation_of
 
 LinkDelay: TypeAlias = Callable[[Delivery], float]
@@ -75,7 +74,7 @@ def mean_of_all(model: nn.Module) -> nn.Module:
 
 
 def attach_recipe(
-    recipe: Recipe,
+    recipe: Strategy,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
@@ -174,7 +173,7 @@ def step_time(record: RunDirectory, rank: int) -> StepTimeEmulator:
     return StepTimeEmulator(cluster_of(record.config), rank, by_sleeping=by_sleeping)
 
 
-def script_recipe(recipe: Recipe, delay: LinkDelay | None = None) -> ScriptRecipe:
+def script_recipe(recipe: Strategy, delay: LinkDelay | None = None) -> ScriptRecipe:
     """What puts `recipe` into a script."""
     if isinstance(recipe, Native):
         return NativeRecipe(recipe, delay)
