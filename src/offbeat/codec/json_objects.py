@@ -39,7 +39,7 @@ _MOST = 1 << 63
 class Between:
     """Stands in an annotation: `Annotated[int, Between(0, 9)]`."""
 
-    least: int
+    least: float
     most: float = inf
 
 

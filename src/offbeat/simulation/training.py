@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Annotated, Any, Final, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, listens
 from offbeat.callbacks.context import Context, Notices, stream_counter
+from offbeat.codec.json_objects import Between
 from offbeat.codec.model_wire import bytes_at_scale
 from offbeat.codec.selectors import Memory, Selection, Selector
 from offbeat.codec.sparse import Sparse
@@ -146,9 +147,9 @@ class TensorProfile:
         rows: length of its first dimension, for what approximates it as a matrix, >= 1.
     """
 
-    num_elements: int
-    ready: float
-    rows: int = 1
+    num_elements: Annotated[int, Between(1)]
+    ready: Annotated[float, Between(0, 1)]
+    rows: Annotated[int, Between(1)] = 1
 
     @property
     def is_matrix(self) -> bool:
