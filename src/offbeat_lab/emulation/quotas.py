@@ -178,7 +178,7 @@ class ComputeShares:
     notices: list[str] = field(default_factory=list)
 
 
-def open_compute(cluster: Cluster, claim: Callable[[], str]) -> ComputeShares:
+def open_compute(cluster: Cluster, claim: Callable[[], object]) -> ComputeShares:
     """Quotas where `cluster` needs some, called what `claim` says."""
     if cluster.step_s is not None:
         words = f"padded by the workers: {display_duration(cluster.step_s)} a step at speed 1"
@@ -191,7 +191,7 @@ def open_compute(cluster: Cluster, claim: Callable[[], str]) -> ComputeShares:
     try:
         if not hierarchies:
             raise OSError("no cgroup hierarchy with the cpu controller is mounted")
-        quotas = Quotas(hierarchies[0], claim(), speeds, cores_per_speed=cores_per_speed)
+        quotas = Quotas(hierarchies[0], str(claim()), speeds, cores_per_speed=cores_per_speed)
     except (OSError, ConfigError) as error:
         notice = (
             f"no quotas of the processors: {error}; in their place slower workers sleep after they"
