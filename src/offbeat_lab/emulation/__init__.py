@@ -16,7 +16,7 @@ from offbeat_lab.emulation.base import Emulation
 from offbeat_lab.emulation.commands import MissingMeansError
 from offbeat_lab.emulation.leftovers import clean
 from offbeat_lab.emulation.namespaces import NamespaceEmulation
-from offbeat_lab.emulation.quotas import ComputeShares, needs_quotas, open_compute
+from offbeat_lab.emulation.quotas import open_compute
 from offbeat_lab.records import EmulationReport
 
 __all__ = ["Emulation", "Placement", "clean", "emulate"]
@@ -84,15 +84,7 @@ class LoopbackEmulation(Emulation):
         super().__init__()
         self.store_address = LOOPBACK
         notices = _network_notices(cluster, kind, reason)
-        if limit_compute:
-            compute = open_compute(cluster, self._claim)
-        else:
-            ignored = "speeds are not emulated: no emulation was asked for"
-            compute = (
-                ComputeShares(speeds="ignored", notices=[ignored])
-                if needs_quotas(cluster)
-                else ComputeShares()
-            )
+        compute = open_compute(cluster, self._claim if limit_compute else None)
         self._quotas = compute.quotas
         delayed = "loopback; the workers deliver messages late"
         self.report = EmulationReport(

@@ -178,13 +178,16 @@ class ComputeShares:
     notices: list[str] = field(default_factory=list)
 
 
-def open_compute(cluster: Cluster, claim: Callable[[], object]) -> ComputeShares:
-    """Quotas where `cluster` needs some, called what `claim` says."""
+def open_compute(cluster: Cluster, claim: Callable[[], object] | None) -> ComputeShares:
+    """Quotas where `cluster` needs some, called what `claim` says; None: there are to be none."""
     if cluster.step_s is not None:
         words = f"padded by the workers: {display_duration(cluster.step_s)} a step at speed 1"
         return ComputeShares(speeds="padded", words=words)
     if not needs_quotas(cluster):
         return ComputeShares()
+    if claim is None:
+        ignored = "speeds are not emulated: no emulation was asked for"
+        return ComputeShares(speeds="ignored", notices=[ignored])
     hierarchies = find_hierarchies()
     speeds = [cluster.speed_at(worker, 0.0) for worker in range(cluster.workers)]
     cores_per_speed = share_out(cluster, usable_cores())
