@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat_lab.cli.common import print_line
 from offbeat_lab.comparison import ComparedStrategy, Comparison
 from offbeat_lab.figures import MEASURES, capital, write_estimate
-from offbeat_lab.statistics import Estimate
 
 _PLAIN_EVERY_S = 5.0
 _WORKER_AND_LOG: Final = re.compile(r"worker \d+ \(pid \d+\)|\S*/logs\S*")
@@ -280,8 +279,7 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
 def _cell(strategy: ComparedStrategy, measure: str) -> str:
     if strategy.failure is not None:
         return "failed" if measure == "step_s" else ""
-    measures: Mapping[str, Estimate] = {**strategy.measures}
-    figure = measures.get(measure)
+    figure = {str(name): one for name, one in strategy.measures.items()}.get(measure)
     if figure is None or figure.median is None:
         return ""
     text, interval = write_estimate(figure, MEASURES[measure].unit)
