@@ -63,7 +63,7 @@ def behind_link(driver: Driver, link: tuple[float, float] | None) -> Driver:
     if link is None:
         return driver
     latency_s, bytes_per_s = link
-    return Delaying(driver, lambda d: d.num_messages * latency_s + d.num_bytes / bytes_per_s)
+    return Delaying(driver, LinkCost(alpha_s=latency_s, beta_s_per_byte=1 / bytes_per_s))
 
 
 def contribution(rank: int) -> Sparse:

@@ -57,7 +57,7 @@ from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.weights.model_weights import Staging
 from offbeat_lab.cluster import Cluster, Straggling
-from offbeat_lab.options import Recipe, build_strategy, parse_spec
+from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.statistics import Estimate
 from offbeat_lab.tasks import Batch, Task, build_task
 
@@ -271,7 +271,7 @@ def in_step(case: Ablation, ranks: Sequence[Rank], *, period: int | None) -> Non
             rank.keep(step + 1)
 
 
-def strategy_of(spec: str) -> Recipe:
+def strategy_of(spec: str) -> Strategy:
     """The strategy of `spec`.
 
     Raises:

@@ -38,6 +38,7 @@ from _measure import Cells, Ratio, Row, add_output_options, present, ratio
 from _models.kfac_iteration import fuse_by_rule
 from _ranks import run_ranks
 from _results import Figure
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.kfac import costs as factor_costs
 from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.inverses import InversionTask, Inverter
@@ -271,7 +272,7 @@ def measure(
         rate = rate_bit_per_s
         if rate is None:
             return driver
-        return Delaying(driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate)
+        return Delaying(driver, LinkCost(alpha_s=LATENCY_S, beta_s_per_byte=8 / rate))
 
     batch = torch.randn(bench.shape, generator=torch.Generator().manual_seed(rank))
     steps: dict[str, list[dict[str, float]]] = {label: [] for label in strategies}

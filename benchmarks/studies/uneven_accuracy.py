@@ -43,6 +43,7 @@ from _ceilings import gain
 from _measure import Ratio, Row, add_output_options, present
 from _ranks import run_ranks
 from _results import Figure
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.attach import attach_through
 from offbeat.transport.driver import Driver
@@ -105,7 +106,7 @@ def train(rank: int, world_size: int, strategy: str, asked: Asked, lr: float, se
     def slow(driver: Driver) -> Driver:
         rate = asked.rate_bit_per_s
         return (
-            Delaying(driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate)
+            Delaying(driver, LinkCost(alpha_s=LATENCY_S, beta_s_per_byte=8 / rate))
             if np.isfinite(rate)
             else driver
         )

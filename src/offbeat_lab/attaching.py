@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.errors import ConfigError
 from offbeat.run.recipes import ScriptRecipe, ShardedModule, StrategyRecipe
 from offbeat.run.records import RunDirectory
@@ -24,13 +24,9 @@ from offbeat.session.session import Adopted, Session
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver
 from offbeat_lab.config import cluster_of
-from offbeat_lab.emulation.delaying import Delaying, Delivery, StepTimeEmulator
+from offbeat_lab.emulation.delaying import Delaying, StepTimeEmulator
 from offbeat_lab.native import CommunicationMeter, Native, NativeSession
-from offbeat_lab.options import Recipe
 from offbeat_lab.records import emulation_of
-
-LinkDelay: TypeAlias = Callable[[Delivery], float]
-"""How long a delivery occupies a rank's link, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +71,12 @@ def mean_of_all(model: nn.Module) -> nn.Module:
 
 
 def attach_recipe(
-    recipe: Recipe,
+    recipe: Strategy,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     world_size: int,
-    delay: LinkDelay | None = None,
+    link: LinkCost | None = None,
 ) -> TaskModel:
     """Attach `recipe`. Collective.
 
@@ -89,36 +85,34 @@ def attach_recipe(
         model: the task's.
         optimizer: of its parameters.
         world_size: how many ranks there are.
-        delay: of this rank's link, where it is imitated in user space.
+        link: what a message of this rank costs, where its link is imitated in user space.
 
     Raises:
         OffbeatError: the recipe cannot work with this model, or the ranks do not find each other.
     """
     if isinstance(recipe, Native):
-        meter = CommunicationMeter(world_size, delay)
+        meter = CommunicationMeter(world_size, link)
         native = recipe.attach(model, optimizer, meter)
         return TaskModel(
             model=model, module=native.module, optimizer=native.optimizer, session=native
         )
     # The lab measures averaged models while the session stands, and uses none afterwards.
-    session = attach_through(wrap_with(delay), model, optimizer, recipe, finish="keep")
+    session = attach_through(wrap_with(link), model, optimizer, recipe, finish="keep")
     return TaskModel(model=model, module=model, optimizer=optimizer, session=session)
 
 
-def wrap_with(delay: LinkDelay | None) -> Callable[[Driver], Driver]:
+def wrap_with(link: LinkCost | None) -> Callable[[Driver], Driver]:
     """What `attach_through` is to put around the driver, where links are imitated in user space."""
-    return (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
+    return (lambda driver: driver) if link is None else (lambda driver: Delaying(driver, link))
 
 
-def link_delay(record: RunDirectory, rank: int) -> LinkDelay | None:
-    """That of the link of `rank`; None where links are real, or the kernel imitates them."""
+def imitated_link(record: RunDirectory, rank: int) -> LinkCost | None:
+    """That of `rank`; None where links are real, or the kernel imitates them."""
     cluster, emulation = cluster_of(record.config), emulation_of(record)
     if cluster is None or emulation is None or emulation.kind != "delaying":
         return None
     link = cluster.link_of(rank)
-    return lambda delivery: (
-        delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s
-    )
+    return LinkCost(alpha_s=link.latency_s, beta_s_per_byte=1 / link.bytes_per_s)
 
 
 class NativeRecipe(ScriptRecipe):
@@ -126,18 +120,18 @@ class NativeRecipe(ScriptRecipe):
 
     Args:
         native: which one.
-        delay: of this rank's link, where it is imitated in user space.
+        link: what a message of this rank costs, where its link is imitated in user space.
     """
 
     ddp_exchanges = True
 
-    def __init__(self, native: Native, delay: LinkDelay | None = None) -> None:
-        super().__init__(wrap_with(delay))
+    def __init__(self, native: Native, link: LinkCost | None = None) -> None:
+        super().__init__(wrap_with(link))
         self._meters: list[CommunicationMeter] = []
         self.name = native.name
         self.ddp_options = native.ddp_options
         self._native = native
-        self._delay = delay
+        self._link = link
 
     @override
     def attach(
@@ -150,7 +144,7 @@ class NativeRecipe(ScriptRecipe):
         assert isinstance(ddp, DistributedDataParallel), "as `takes_shards` says"
         if optimizer is None:
             return None
-        meter = CommunicationMeter(dist.get_world_size(), self._delay)
+        meter = CommunicationMeter(dist.get_world_size(), self._link)
         self._meters.append(meter)
         return self._native.couple(ddp, optimizer, meter)
 
@@ -174,8 +168,8 @@ def step_time(record: RunDirectory, rank: int) -> StepTimeEmulator:
     return StepTimeEmulator(cluster_of(record.config), rank, by_sleeping=by_sleeping)
 
 
-def script_recipe(recipe: Recipe, delay: LinkDelay | None = None) -> ScriptRecipe:
+def script_recipe(recipe: Strategy, link: LinkCost | None = None) -> ScriptRecipe:
     """What puts `recipe` into a script."""
     if isinstance(recipe, Native):
-        return NativeRecipe(recipe, delay)
-    return StrategyRecipe(recipe, wrap_with(delay))
+        return NativeRecipe(recipe, link)
+    return StrategyRecipe(recipe, wrap_with(link))

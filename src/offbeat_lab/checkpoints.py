@@ -64,7 +64,7 @@ class Manifest:
 
 
 def write_checkpoint(
-    root: str | Path,
+    root: Path,
     tree: Tree,
     *,
     step: int,
@@ -91,7 +91,6 @@ def write_checkpoint(
         CheckpointError: it cannot be written. This rank's part of it is removed, and the checkpoint
             before stays.
     """
-    root = Path(root)
     final, partial = root / f"step-{step:08d}", root / f".partial-{step:08d}"
     if final.exists():
         return final
@@ -113,22 +112,21 @@ def write_checkpoint(
     return final
 
 
-def remove_partial(root: str | Path) -> None:
+def remove_partial(root: Path) -> None:
     """Remove what writers have left under `root` that ended before their checkpoint was complete.
     Nobody may be writing there.
     """
-    for entry in Path(root).glob(".partial-*"):
+    for entry in root.glob(".partial-*"):
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def latest(root: str | Path) -> Manifest:
+def latest(root: Path) -> Manifest:
     """The newest checkpoint under `root`, its manifest checked against the files' presence and
     sizes.
 
     Raises:
         CheckpointError: there is none, or it is damaged or of a newer schema.
     """
-    root = Path(root)
     entries = root.iterdir() if root.is_dir() else ()
     found = [entry for entry in entries if _STEP_NAME.fullmatch(entry.name)]
     if not found:
@@ -139,14 +137,13 @@ def latest(root: str | Path) -> Manifest:
     return read_manifest(max(found, key=lambda entry: int(entry.name.removeprefix("step-"))))
 
 
-def read_manifest(path: str | Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """Read and check the manifest of the checkpoint in directory `path`; shards are checked when
     they are read.
 
     Raises:
         CheckpointError: it is missing, damaged or of a newer schema.
     """
-    path = Path(path)
     raw = read_file(path / _MANIFEST)
     try:
         content = json.loads(raw)

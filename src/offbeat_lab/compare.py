@@ -31,7 +31,7 @@ from pydantic import JsonValue
 from offbeat.codec.described_options import first_sentence
 from offbeat.errors import ConfigError, OffbeatError, RecordError
 from offbeat.run import records
-from offbeat.run.config import EmulationMode, RunConfig, ScriptCommand, script_run
+from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.interrupts import Interrupts, interrupts
 from offbeat.run.progress import Listener, MembershipChange, WorkerProgress
 from offbeat.session.checkpoint import Json
@@ -53,17 +53,12 @@ DEFAULT_SCRIPT_STEPS = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompareRequest:
-    """What the user asked for.
+class CompareRequest(Request):
+    """What the user asked for: what each run has of its own comes from these.
 
     Attributes:
-        task, settings: what is trained, and `key=value` options of the task.
         strategies: such as "gtopk" or "gtopk:density=0.01:codec=reuse".
-        cluster: what is emulated.
-        emulation: how.
         seeds: the runs of each strategy.
-        epochs, steps: how long each run is; neither: the task's default.
-        eval_every: steps between measurements of the metric; None: about a dozen in a run.
         target: the metric to be reached; None: the best that every run reaches.
         turn_s: how long a strategy trains before the next one's turn.
         script: what runs in the place of a task.
@@ -71,13 +66,8 @@ class CompareRequest:
 
     task: str
     strategies: Sequence[str]
-    settings: Sequence[str] = ()
     cluster: Cluster = field(default_factory=Cluster)
-    emulation: EmulationMode = "auto"
     seeds: Sequence[int] = (0, 1, 2)
-    epochs: int | None = None
-    steps: int | None = None
-    eval_every: int | None = None
     target: float | None = None
     turn_s: float = 3.0
     script: ScriptCommand | None = None
@@ -169,19 +159,8 @@ def _config(request: CompareRequest, strategy: str, options: Mapping[str, str]) 
             steps=request.steps,
         )
         return replace(run, cluster=as_json(request.cluster), emulation=request.emulation)
-    return resolve(
-        Request(
-            task=request.task,
-            strategy=strategy,
-            settings=[*request.settings, *(f"{key}={value}" for key, value in options.items())],
-            epochs=request.epochs,
-            steps=request.steps,
-            seed=request.seeds[0],
-            eval_every=request.eval_every,
-            cluster=request.cluster,
-            emulation=request.emulation,
-        )
-    )
+    settings = [*request.settings, *(f"{key}={value}" for key, value in options.items())]
+    return resolve(replace(request, strategy=strategy, settings=settings, seed=request.seeds[0]))
 
 
 def _check_request(request: CompareRequest) -> None:

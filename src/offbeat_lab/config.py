@@ -10,12 +10,12 @@ from offbeat.errors import ConfigError
 from offbeat.megabatch.batch_sizes import Bounds, Proportional
 from offbeat.run.config import EmulationMode, RunConfig
 from offbeat.session.loggers import named_loggers
+from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.native import Native
 from offbeat_lab.options import (
     BATCH_SHARES,
-    Recipe,
     build_strategy,
     route,
     split_shares,
@@ -36,7 +36,7 @@ def task_of(config: RunConfig) -> Task:
     return build_task(config.task, config.task_options)
 
 
-def recipe_of(config: RunConfig) -> Recipe:
+def recipe_of(config: RunConfig) -> Strategy:
     """How workers exchange."""
     return build_strategy(config.strategy, config.strategy_options)
 
@@ -236,7 +236,7 @@ def _check_together(config: RunConfig, task: Task) -> None:
         )
 
 
-def _check_shares(config: RunConfig, task: Task, recipe: Recipe) -> None:
+def _check_shares(config: RunConfig, task: Task, recipe: Strategy) -> None:
     """Refuse unequal batches where a step would not be that of all their samples together."""
     if not recipe.weighs_samples:
         why = (
@@ -260,7 +260,7 @@ def _check_shares(config: RunConfig, task: Task, recipe: Recipe) -> None:
         )
 
 
-def _check_loggers(names: Sequence[str], recipe: Recipe) -> None:
+def _check_loggers(names: Sequence[str], recipe: Strategy) -> None:
     """Refuse loggers that do not exist or are not installed, and those that would hear nothing."""
     named_loggers(names, Path())
     if names and isinstance(recipe, Native):

@@ -287,15 +287,7 @@ def forking(imports: Sequence[str] = ()) -> Callable[[WorkerStart], WorkerProces
     def start(wanted: WorkerStart) -> WorkerProcess:
         output = sys.stdout.fileno() if wanted.log is None else wanted.log.fileno()
         try:
-            return WORKER_FORKS.fork(
-                [wanted.module, *wanted.arguments],
-                environment=wanted.environment,
-                stdin=wanted.stdin,
-                output=output,
-                pipe=wanted.pipe,
-                namespace=wanted.placement.namespace,
-                imports=imports,
-            )
+            return WORKER_FORKS.fork(wanted, output=output, imports=imports)
         except ForkServerError as error:
             with suppress(OSError):  # a full disk takes no log
                 os.write(output, f"not forked: {error}\n".encode())

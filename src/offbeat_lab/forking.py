@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from offbeat.run.local_worker import WorkerStart
 from offbeat_lab.network_namespace import enter
 
 _PATIENCE_S = 120.0
@@ -474,48 +475,37 @@ class WorkerForks:
         os.register_at_fork(after_in_child=self._forget)
 
     def fork(
-        self,
-        arguments: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        stdin: int,
-        output: int,
-        pipe: int,
-        namespace: Path | None,
-        imports: Sequence[str] = (),
+        self, wanted: WorkerStart, *, output: int, imports: Sequence[str] = ()
     ) -> ForkedProcess:
         """Fork a worker. Blocks until the server has been started, if need be.
 
         Args:
-            arguments: of the worker's command.
-            environment: all of it.
-            stdin, output: descriptors of its standard input, and of its output and errors.
-            pipe: descriptor to which it writes its reports.
-            namespace: file of the network namespace that it is to be in; None for this process's.
+            wanted: what it is to be; its module is the first of its arguments.
+            output: descriptor of its output and errors.
             imports: names of what the server imports beforehand, where it can.
 
         Raises:
             ForkServerError: it cannot be forked, and has not begun. Start a fresh interpreter.
         """
-        early = {name: text for name, text in environment.items() if not _is_read_late(name)}
+        early = {name: text for name, text in wanted.environment.items() if not _is_read_late(name)}
         try:
             inherited = _inherited()
         except OSError as error:  # a system without /proc
             raise ForkServerError(str(error)) from error
         with self._lock:
-            for wanted in dict.fromkeys([tuple(imports), ()]):
-                circumstances = tuple(sorted(early.items())), inherited, wanted
+            for imported in dict.fromkeys([tuple(imports), ()]):
+                circumstances = tuple(sorted(early.items())), inherited, imported
                 if circumstances in self._problems:
                     continue
                 server = self._server_for(circumstances, early)
                 try:
                     return server.fork(
-                        arguments,
-                        environment=environment,
-                        stdin=stdin,
+                        [wanted.module, *wanted.arguments],
+                        environment=wanted.environment,
+                        stdin=wanted.stdin,
                         output=output,
-                        descriptors=[pipe],
-                        namespace=namespace,
+                        descriptors=[wanted.pipe],
+                        namespace=wanted.placement.namespace,
                     )
                 except ForkServerError as error:
                     if server.has_forked:

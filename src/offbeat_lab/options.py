@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 from offbeat.codec.described_options import type_text
 from offbeat.errors import ConfigError, nearest
@@ -15,27 +15,25 @@ from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.strategies import by_name
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import Option, asked_names, options_of
-from offbeat_lab.native import NATIVE, Native
+from offbeat_lab.native import NATIVE
 from offbeat_lab.tasks import task_type
 
-Recipe: TypeAlias = Strategy | Native
-"""One of offbeat's strategies, or one that torch ships."""
-
-RECIPES: Final[Mapping[str, type[Recipe]]] = ChainMap(
+RECIPES: Final[Mapping[str, type[Strategy]]] = ChainMap(
     {**NATIVE},
     SCRIPT_STRATEGIES,  # type: ignore[arg-type]  # it is only read
 )
+"""Strategies by name: those of offbeat, and those that torch ships."""
 
 BATCH_SHARES: Final = "batch_shares"
 """A setting of runs, and not of a task or a strategy: each worker's part of a step's samples."""
 
 
-def strategy_type(name: str) -> type[Recipe]:
+def strategy_type(name: str) -> type[Strategy]:
     """The strategy called `name`. Raises `ConfigError` with the nearest name that exists."""
     return by_name.strategy_type(name, RECIPES)
 
 
-def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
+def build_strategy(name: str, options: Mapping[str, object]) -> Strategy:
     """The strategy called `name`; text among the options becomes a value of the field's type.
 
     Raises:
@@ -49,7 +47,7 @@ def parse_spec(text: str) -> tuple[str, dict[str, str]]:
     `ConfigError`.
     """
 
-    def also(kind: type[Recipe]) -> list[str]:
+    def also(kind: type[Strategy]) -> list[str]:
         return [BATCH_SHARES] if kind.weighs_samples else []
 
     return by_name.parse_spec(text, RECIPES, also)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.codec.described_options import Range, ZeroToOne, check_options
 from offbeat.errors import ConfigError
 from offbeat.xmc.rows import MOST_COLUMNS, Examples, SparseRows, regroup
 
@@ -17,6 +18,11 @@ Split: TypeAlias = Literal["train", "test"]
 BLOCK_ROWS = 1024
 _SPLITS: Final[dict[Split, int]] = {"train": 1, "test": 2}
 _TEACHER = 0
+_NOT_NEGATIVE: Final = Range("of at least 0", lambda number: number >= 0)
+
+
+def _columns(least: int) -> Range:
+    return Range(f"from {least} to {MOST_COLUMNS}", lambda n: least <= n <= MOST_COLUMNS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,32 +60,19 @@ class Synthetic:
         ConfigError: a number is out of range.
     """
 
-    num_features: int
-    num_labels: int
-    mean_draws: float = 76.0
-    mean_labels: float = 5.0
-    spread: float = 0.7
-    feature_exponent: float = 1.0
-    label_exponent: float = 0.8
-    features_per_label: int = 16
-    signal: float = 0.5
-    seed: int = 0
+    num_features: Annotated[int, _columns(2)]
+    num_labels: Annotated[int, _columns(1)]
+    mean_draws: Annotated[float, _columns(1)] = 76.0
+    mean_labels: Annotated[float, _columns(1)] = 5.0
+    spread: Annotated[float, _NOT_NEGATIVE] = 0.7
+    feature_exponent: Annotated[float, _NOT_NEGATIVE] = 1.0
+    label_exponent: Annotated[float, _NOT_NEGATIVE] = 0.8
+    features_per_label: Annotated[int, _columns(1)] = 16
+    signal: ZeroToOne = 0.5
+    seed: Annotated[int, _NOT_NEGATIVE] = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_features", 2),
-            ("num_labels", 1),
-            ("mean_draws", 1),
-            ("mean_labels", 1),
-            ("features_per_label", 1),
-        ):
-            if not least <= (number := getattr(self, name)) <= MOST_COLUMNS:
-                raise ConfigError(f"{name} is {number}; allowed are {least} to {MOST_COLUMNS}")
-        for name in ("spread", "feature_exponent", "label_exponent", "seed"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
-        if not 0 <= self.signal <= 1:
-            raise ConfigError(f"signal is {self.signal}; it is a share, from 0 to 1")
+        check_options(self)
 
     def read(
         self, num_samples: int, *, split: Split = "train", num_rows: int = 4096

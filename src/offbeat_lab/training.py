@@ -30,7 +30,7 @@ from offbeat.session.checkpoint import Tree, naming_misfit
 from offbeat.session.session import Session
 from offbeat.session.state import reshard
 from offbeat.strategies.registry import ALONE
-from offbeat_lab.attaching import TaskModel, attach_recipe, link_delay, step_time
+from offbeat_lab.attaching import TaskModel, attach_recipe, imitated_link, step_time
 from offbeat_lab.checkpoints import Manifest, latest, read_shard, write_checkpoint
 from offbeat_lab.config import recipe_of, task_of
 from offbeat_lab.emulation.delaying import StepTimeEmulator
@@ -88,7 +88,7 @@ def train_rank(
         model,
         optimizer,
         world_size=coordinator.world_size,
-        delay=link_delay(record, coordinator.rank),
+        link=imitated_link(record, coordinator.rank),
     )
     stop_requested = threading.Event()
     with attached.session as session, stop_requests(lambda number: stop_requested.set()):

@@ -31,7 +31,7 @@ from offbeat.run.recording import REPORT_EVERY_S, OpenRecord, ScriptRecorder
 from offbeat.run.step_recorder import RankRun, StepRecorder
 from offbeat.run.worker import listen_to_supervisor, run_supervised
 from offbeat.strategies.registry import ALONE
-from offbeat_lab.attaching import link_delay, script_recipe, step_time
+from offbeat_lab.attaching import imitated_link, script_recipe, step_time
 from offbeat_lab.config import recipe_of
 from offbeat_lab.joining import join, leave
 from offbeat_lab.pauses import TURNS_VARIABLE, EmulatedRecorder, Pauses, StepLimit
@@ -267,7 +267,8 @@ def run_script(turns: StepLimit, obey: Callable[[str], None]) -> int:
     """Run the script of the record that the command line names; returns the exit status."""
 
     def recipe(config: RunConfig, opened: OpenRecord) -> ScriptRecipe:
-        return script_recipe(recipe_of(config), link_delay(opened.record, opened.coordinator.rank))
+        link = imitated_link(opened.record, opened.coordinator.rank)
+        return script_recipe(recipe_of(config), link)
 
     return run_supervised(partial(ComparedScript, turns=turns), recipe, obey)
 

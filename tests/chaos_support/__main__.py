@@ -23,7 +23,7 @@ from _measure import origin
 from _results import DIRECTORY, Figure, Origin, Result, ResultFile
 from chaos_support.matrix import FAULTS, OF_ISLANDS, ON_ISLANDS, STRATEGIES, Cell
 from chaos_support.play import Outcome, Stage
-from offbeat_lab.emulation.base import MissingMeansError
+from offbeat_lab.emulation.commands import MissingMeansError
 
 RESULTS = DIRECTORY / "chaos.jsonl"
 SYNCHRONOUS = "strategies that end with a death"

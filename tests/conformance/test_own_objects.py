@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 import offbeat
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.codec.index_codecs import CodedIndices, IndexCodec
 from offbeat.codec.selectors import Selection, Selector
 from offbeat.codec.sparse import Sparse, add_owed
@@ -191,7 +192,8 @@ def test_a_dense_operation_is_counted_delayed_and_recorded() -> None:
 
     def wrap(driver: Driver) -> Driver:
         recordings.append(RecordingDriver(driver))
-        counting.append(Counting(Delaying(recordings[-1], lambda delivery: delivery.num_bytes)))
+        link = LinkCost(alpha_s=0.0, beta_s_per_byte=1.0)
+        counting.append(Counting(Delaying(recordings[-1], link)))
         return counting[-1]
 
     cluster.run([reduce_scatter(rank, 3) for rank in range(3)], channel=7, wrap=wrap)

@@ -21,14 +21,6 @@ from offbeat_lab.checkpoints import (
 )
 
 
-def test_a_directory_may_be_named_by_a_string(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    written = write_checkpoint(root, {"b": 2}, step=3, rank=0, world_size=1, barrier=lambda: None)
-    remove_partial(root)
-    assert latest(root) == read_manifest(str(written))
-    assert read_shard(latest(root), 0) == {"b": 2}
-
-
 def write(root: Path, step: int, world_size: int = 2) -> Path:
     """All ranks of a checkpoint, each in a thread."""
     meeting = threading.Barrier(world_size)

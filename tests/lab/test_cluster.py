@@ -284,32 +284,12 @@ def test_a_message_between_virtual_ranks_takes_latency_and_rate(
     assert virtual.now_s == pytest.approx(expected_s)
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_plain"),
-    [
-        ({}, True),
-        ({"name": "mine", "workers": 7, "seed": 3}, True),
-        ({"speeds": (1, 0.5)}, False),
-        ({"link": LinkSpec(rate_bit_per_s=1e9)}, False),
-        ({"links": {1: LinkSpec(latency_s=1e-3)}}, False),
-        ({"straggling": (Straggling(workers=1, delay_s=1.0),)}, False),
-        ({"changes": (SpeedChange(at_s=1.0, worker=0, speed=0.5),)}, False),
-        ({"faults": (ClusterFault(at_s=1.0, worker=0, action="kill"),)}, False),
-        ({"step_s": 0.2}, False),
-    ],
-)
-def test_plain_means_that_there_is_nothing_to_emulate(
-    changes: dict[str, Any], is_plain: bool
-) -> None:
-    assert Cluster(**changes).is_plain == is_plain
-
-
 def test_presets_are_the_packaged_files_and_each_emulates_something() -> None:
     files = resources.files("offbeat_lab").joinpath("presets").iterdir()
     assert {Path(file.name).stem for file in files if file.name.endswith(".toml")} == set(PRESETS)
     for name in PRESETS:
         assert preset(name).name == name
-        assert not preset(name).is_plain
+        assert preset(name) != Cluster(name=name, workers=preset(name).workers)
 
 
 def test_the_papers_stragglers_are_one_line() -> None:
@@ -337,7 +317,6 @@ def test_a_cluster_describes_itself_in_a_line() -> None:
 
 def test_no_flags_are_a_plain_cluster_of_four() -> None:
     assert from_flags() == Cluster(workers=4)
-    assert from_flags().is_plain
 
 
 def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
@@ -543,7 +522,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     "block", re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 )
 def test_what_the_page_shows_can_be_read(block: str) -> None:
-    assert not parse_cluster(block, "docs/cluster.md").is_plain
+    cluster = parse_cluster(block, "docs/cluster.md")
+    assert cluster != Cluster(name=cluster.name, workers=cluster.workers)
 
 
 @pytest.mark.parametrize("text", re.findall(r"^\| `([^`]*\dx[^`]*)` \|", PAGE, re.MULTILINE))

@@ -22,9 +22,8 @@ from lab_support.links import sent_bytes
 from offbeat.errors import ConfigError
 from offbeat_lab.cluster import Cluster, ClusterFault, LinkSpec, SpeedChange
 from offbeat_lab.emulation import Emulation, clean, emulate, leftovers, namespaces
-from offbeat_lab.emulation.base import MissingMeansError
 from offbeat_lab.emulation.check import neighbours
-from offbeat_lab.emulation.commands import NAMESPACES, call_in, run_batch
+from offbeat_lab.emulation.commands import NAMESPACES, MissingMeansError, call_in, run_batch
 from offbeat_lab.emulation.plan import EmulationName, choose_mtu, shape
 from offbeat_lab.emulation.quotas import (
     USED_SHARE,

@@ -19,6 +19,7 @@ import pytest
 
 from lab_support import fork_server
 from offbeat.run.config import ScriptCommand
+from offbeat.run.local_worker import Placement, WorkerStart
 from offbeat_lab.emulated_workers import first_imports
 from offbeat_lab.forking import ForkedProcess, ForkServer, ForkServerError, WorkerForks
 
@@ -201,12 +202,15 @@ def test_the_server_imports_what_it_can_of_what_it_is_told(tmp_path: Path) -> No
 
 SUPERVISOR = """
 import os, sys
+from offbeat.run.local_worker import Placement, WorkerStart
 from offbeat_lab.forking import WorkerForks
 
 stdin, to_stdin = os.pipe()
-WorkerForks("lab_support.fork_server").fork(
-    ["wait"], environment=dict(os.environ), stdin=stdin, output=2, pipe=1, namespace=None
+wanted = WorkerStart(
+    module="wait", arguments=[], placement=Placement(), environment=dict(os.environ),
+    stdin=stdin, pipe=1, log=None,
 )
+WorkerForks("lab_support.fork_server").fork(wanted, output=2)
 if os.fork() == 0:  # lives longer than this process, with a copy of each descriptor
     os.close(to_stdin)
     os.close(1)
@@ -241,15 +245,16 @@ def server_of(forks: WorkerForks, log: Path, imports: Sequence[str] = (), **vari
     reading, writing = os.pipe()
     with log.open("ab") as output, Path(os.devnull).open("rb") as nothing, open(reading) as answers:
         try:
-            process = forks.fork(
-                ["wait"],
+            wanted = WorkerStart(
+                module="wait",
+                arguments=[],
+                placement=Placement(),
                 environment=environment(**variables),
                 stdin=nothing.fileno(),
-                output=output.fileno(),
                 pipe=writing,
-                namespace=None,
-                imports=imports,
+                log=output,
             )
+            process = forks.fork(wanted, output=output.fileno(), imports=imports)
         finally:
             os.close(writing)
         server, pid = map(int, answers.read().split())

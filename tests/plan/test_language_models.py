@@ -215,7 +215,7 @@ def test_a_mixture_of_experts_and_latent_attention_are_refused(
 
 
 def test_a_configuration_with_a_size_for_each_layer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="intermediate cannot be so"):
+    with pytest.raises(ConfigError, match="option intermediate of Shape: got"):
         read_shape(written(tmp_path, LLAMA | {"intermediate_size": [11_008] * 32}))
 
 

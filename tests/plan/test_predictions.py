@@ -633,7 +633,7 @@ def test_networks_have_the_parameters_that_they_are_known_for() -> None:
         ("[]", "is no profile"),
         (json.dumps({"name": "x"}), "is no profile"),
         (MODEL.to_json().replace('"format": 2', '"format": 9'), "format 9"),
-        (MODEL.to_json().replace("0.2", "-1"), "backward_s -1"),
+        (MODEL.to_json().replace("0.2", "-1"), "backward_s: -1"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_in_a_sentence(

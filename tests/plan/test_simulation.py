@@ -30,7 +30,7 @@ MODEL = ModelProfile(
 
 def shared(workers: int, cores: int | None, **more: object) -> Cluster:
     fast = from_flags(workers=workers, link="1000gbit")
-    return Cluster(**{**fast.fields(), "cores": cores, "gloo_ns_per_byte": 0.0, **more})
+    return Cluster(**{**dict(fast), "cores": cores, "gloo_ns_per_byte": 0.0, **more})
 
 
 def ends_s(cores: int, works: list[tuple[float, float]]) -> list[float]:
@@ -138,7 +138,7 @@ def test_messages_that_take_no_time_take_no_cores_either(strategy: str) -> None:
     ],
 )
 def test_a_closed_form_takes_as_long_as_it_says(more: dict[str, object]) -> None:
-    cluster = Cluster(**{**from_flags(workers=4, link="1gbit/1ms").fields(), **more})
+    cluster = Cluster(**{**dict(from_flags(workers=4, link="1gbit/1ms")), **more})
     run = Run(setting_of(MODEL, cluster), method_of("alone", offbeat.AllReduce()), 4)
     run.cluster.run([run.closed_form(0.5, 0.0) for _ in range(4)])
     assert run.cluster.now_s == pytest.approx(0.5, abs=1e-4)

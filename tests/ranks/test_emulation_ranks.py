@@ -16,7 +16,7 @@ from lab_support.links import sent_bytes
 from offbeat.transport.interface import bound_socket
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.emulation import Emulation, emulate
-from offbeat_lab.emulation.base import MissingMeansError
+from offbeat_lab.emulation.commands import MissingMeansError
 from ranks_support.launch import Place, launch_in_places
 from ranks_support.templates import Templates
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.errors import PeerTimeoutError, WireError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.driver import Driver
@@ -19,19 +20,15 @@ from offbeat.transport.operations import (
     Send,
 )
 from offbeat.transport.peers import Peers
-from offbeat_lab.emulation.delaying import Delaying, Delivery
+from offbeat_lab.emulation.delaying import Delaying
 from transport_support.protocols import clock, receive, send
 
 LATENCY_S = 0.5
 BYTES_PER_S = 100.0
 
 
-def alpha_beta(delivery: Delivery) -> float:
-    return delivery.num_messages * LATENCY_S + delivery.num_bytes / BYTES_PER_S
-
-
 def delayed(driver: Driver) -> Driver:
-    return Delaying(driver, alpha_beta)
+    return Delaying(driver, LinkCost(alpha_s=LATENCY_S, beta_s_per_byte=1 / BYTES_PER_S))
 
 
 def test_results_are_those_of_the_bare_driver() -> None:
@@ -92,7 +89,8 @@ def test_a_dense_collective_takes_as_long_as_a_ring_of_such_links() -> None:
 
 
 def test_a_delay_holds_over_real_sockets(open_mesh: Callable[[int], list[Peers]]) -> None:
-    first, second = (Delaying(peers, lambda delivery: 0.02) for peers in open_mesh(2))
+    link = LinkCost(alpha_s=0.02, beta_s_per_byte=0.0)
+    first, second = (Delaying(peers, link) for peers in open_mesh(2))
     before_s = first.run(clock(), 0)
     first.run(send(1, [b"x"]), 0)
     ((taken_at_s, payload),) = second.run(receive(0, 1), 0)

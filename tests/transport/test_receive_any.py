@@ -10,13 +10,14 @@ from functools import partial
 
 import pytest
 
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.errors import ConfigError, PeerError, PeerTimeoutError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.driver import Counting, Driver, total_of
 from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, Send, Sleep, Traffic
 from offbeat.transport.peers import Peers
 from offbeat.transport.single_rank import SingleRank
-from offbeat_lab.emulation.delaying import Delaying, Delivery
+from offbeat_lab.emulation.delaying import Delaying
 from transport_support.wrappers import Failing, Recorded, RecordingDriver
 
 OpenMesh = Callable[..., list[Peers]]
@@ -54,16 +55,15 @@ def all_tell_the_first() -> list[Collective[list[tuple[int, bytes]]]]:
     return [post_and_collect(6), tell(0, [b"a", b"b", b"c"]), tell(0, [b"d", b"e"])]
 
 
-def alpha_beta(delivery: Delivery) -> float:
-    return 0.01 * delivery.num_messages + delivery.num_bytes / 1e3
+LINK = LinkCost(alpha_s=0.01, beta_s_per_byte=1e-3)
 
 
 WRAPPINGS: dict[str, Callable[[Driver], Driver]] = {
     "bare": lambda driver: driver,
     "counting": Counting,
-    "delaying": lambda driver: Delaying(driver, alpha_beta),
+    "delaying": lambda driver: Delaying(driver, LINK),
     "recording": RecordingDriver,
-    "all": lambda driver: Counting(Delaying(Failing(RecordingDriver(driver), []), alpha_beta)),
+    "all": lambda driver: Counting(Delaying(Failing(RecordingDriver(driver), []), LINK)),
 }
 
 
@@ -281,7 +281,8 @@ def test_a_delayed_message_of_anybody_is_due_when_its_link_has_carried_it() -> N
         return []
 
     cluster = VirtualCluster(3)
+    link = LinkCost(alpha_s=1.0, beta_s_per_byte=0.0)
     heard = cluster.run(
-        [ask(), late(0.0, 2), late(0.25, 1)], wrap=lambda driver: Delaying(driver, lambda _: 1.0)
+        [ask(), late(0.0, 2), late(0.25, 1)], wrap=lambda driver: Delaying(driver, link)
     )[0]
     assert heard == [(1, 1.0), (2, 1.25), (1, 2.0)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from offbeat.strategies.registry import REGISTRY
 
 if TYPE_CHECKING:
     from offbeat.strategies.base import Strategy
+    from offbeat.strategies.by_name import Option
 
 EXIT_FAILED: Final = 1
 EXIT_MISUSED: Final = 2
@@ -110,8 +111,13 @@ def option_lines(name: str) -> list[str]:
 
     kind: type[Strategy] = strategy_type(name)
     entry = REGISTRY.entries[name]
-    lines = [f"{name}  {entry.summary} ({entry.paper})"]
-    for option in options_of(kind):
+    return described_lines(f"{name}  {entry.summary} ({entry.paper})", options_of(kind))
+
+
+def described_lines(title: str, options: Iterable[Option]) -> list[str]:
+    """What can be chosen, and its options, two lines each."""
+    lines = [title]
+    for option in options:
         default = " (required)" if option.default == "required" else f" = {option.default}"
         lines += [f"  {option.name}{default}  {option.allowed}", f"      {option.help}"]
     return lines

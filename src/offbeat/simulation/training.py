@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, listens
 from offbeat.callbacks.context import Context, Notices, stream_counter
+from offbeat.codec.described_options import OneOrMore, ZeroToOne
 from offbeat.codec.model_wire import bytes_at_scale
 from offbeat.codec.selectors import Memory, Selection, Selector
 from offbeat.codec.sparse import Sparse
@@ -146,9 +147,9 @@ class TensorProfile:
         rows: length of its first dimension, for what approximates it as a matrix, >= 1.
     """
 
-    num_elements: int
-    ready: float
-    rows: int = 1
+    num_elements: OneOrMore
+    ready: ZeroToOne
+    rows: OneOrMore = 1
 
     @property
     def is_matrix(self) -> bool:

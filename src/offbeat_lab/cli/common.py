@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from offbeat.run.config import EmulationMode
-    from offbeat_lab.cluster import Cluster
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -134,24 +133,6 @@ def require_writable(path: Path) -> None:
 def names_in(text: str | None) -> list[str]:
     """The words of a flag that takes several with commas."""
     return [word.strip() for word in (text or "").split(",") if word.strip()]
-
-
-def cluster_of(
-    cluster: str | None,
-    workers: int | None,
-    link: str | None,
-    speeds: str | None,
-    delay: str | None,
-    step_time: str | None,
-) -> Cluster | None:
-    """The cluster that these flags describe; None where they say nothing about one."""
-    from offbeat_lab.cluster import from_flags
-
-    if all(flag is None for flag in (cluster, link, speeds, delay, step_time)):
-        return None
-    return from_flags(
-        cluster=cluster, workers=workers, link=link, speeds=speeds, delay=delay, step_time=step_time
-    )
 
 
 def emulation_mode(name: str) -> EmulationMode:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +25,8 @@ from offbeat.run.config import ScriptCommand
 from offbeat.run.plan import script_command
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat_lab.cli.common import print_line
-from offbeat_lab.comparison import ComparedStrategy, Comparison, Measure
-from offbeat_lab.figures import MEASURES, write_estimate
+from offbeat_lab.comparison import ComparedStrategy, Comparison
+from offbeat_lab.figures import MEASURES, capital, write_estimate
 
 _PLAIN_EVERY_S = 5.0
 _WORKER_AND_LOG: Final = re.compile(r"worker \d+ \(pid \d+\)|\S*/logs\S*")
@@ -223,21 +223,6 @@ def comparison_display(*, quiet: bool = False) -> Iterator[ComparisonDisplay]:
         yield display
 
 
-_ROWS: Final[Mapping[Measure, str]] = {
-    "time_to_target_s": "time to target",
-    "steps_to_target": "steps to target",
-    "final_metric": "final {metric}",
-    "step_s": "a step",
-    "samples_per_s": "samples of all workers",
-    "efficiency": "against no exchange",
-    "bytes_per_step": "sent a step",
-    "messages_per_step": "messages a step",
-    "share_compute": "computing",
-    "share_encode": "encoding",
-    "share_wait": "waiting for others",
-    "share_transfer": "transfer",
-    "peak_memory_bytes": "memory of a worker",
-}
 _LEAST_COLUMN: Final = 9
 """Characters that every word of a cell has room for: digits are not to be broken apart."""
 
@@ -262,10 +247,11 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         table.add_column(
             escape(strategy.label), justify="right", overflow="fold", min_width=_LEAST_COLUMN
         )
-    for measure, name in _ROWS.items():
-        cells = [_cell(strategy, measure) for strategy in comparison.strategies]
+    metric = comparison.metric_name.replace("_", " ")
+    for name, measure in MEASURES.items():
+        cells = [_cell(strategy, name) for strategy in comparison.strategies]
         if any(cells):
-            table.add_row(name.format(metric=comparison.metric_name.replace("_", " ")), *cells)
+            table.add_row(capital(measure.title.format(metric=metric)), *cells)
     console.print(table, crop=False)
     print_line(console, comparison.verdict, "bold")
     for finding in comparison.findings:
@@ -290,10 +276,10 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         print_line(console, f"page:   {page}")
 
 
-def _cell(strategy: ComparedStrategy, measure: Measure) -> str:
+def _cell(strategy: ComparedStrategy, measure: str) -> str:
     if strategy.failure is not None:
         return "failed" if measure == "step_s" else ""
-    figure = strategy.measures.get(measure)
+    figure = {str(name): one for name, one in strategy.measures.items()}.get(measure)
     if figure is None or figure.median is None:
         return ""
     text, interval = write_estimate(figure, MEASURES[measure].unit)

@@ -5,7 +5,7 @@ error.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -13,14 +13,12 @@ from typing import Protocol
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.records import Summary
-from offbeat.strategies.by_name import Option
 from offbeat_lab.cli.common import print_line
 from offbeat_lab.records import Record
 from offbeat_lab.report import charts_dispatch
@@ -158,20 +156,6 @@ def print_summary(summary: Summary, page: Path | None = None) -> None:
 def note_of(strategy: str, notice: str) -> str:
     """The line that says `notice`."""
     return f"note ({strategy}): {notice}"
-
-
-def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
-    """A task or a strategy and what `--set` takes for it."""
-    console = Console()
-    console.print(f"[bold]{name}[/bold]  {escape(summary)}")
-    for option in options:
-        default = f" = {escape(option.default)}" if option.default != "required" else " (required)"
-        console.print(
-            f"  [bold]{option.name}[/bold]{default}  [dim]{escape(option.allowed)}[/dim]",
-            highlight=False,
-        )
-        console.print(Padding(escape(option.help), (0, 0, 0, 6)), highlight=False)
-    console.print()
 
 
 def _summary_rows(summary: Summary) -> list[tuple[str, str]]:

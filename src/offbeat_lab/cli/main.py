@@ -78,12 +78,12 @@ def clean() -> None:
 
 def tasks() -> None:
     """List the tasks and what --set takes for each."""
-    from offbeat_lab.cli import display
+    from offbeat.run.command import described_lines
     from offbeat_lab.options import task_options
     from offbeat_lab.tasks import TASKS
 
     for name, kind in TASKS.items():
-        display.print_options(name, kind.summary, task_options(name))
+        print(*described_lines(f"{name}  {kind.summary}", task_options(name)), "", sep="\n")
 
 
 def strategies(
@@ -99,7 +99,7 @@ def strategies(
     """List the strategies, a line each; or one of them, with its options, their meaning, what is
     allowed and the default.
     """
-    from offbeat.run.command import option_lines, strategy_lines
+    from offbeat.run.command import described_lines, option_lines, strategy_lines
     from offbeat.strategies.registry import ALONE
 
     others = (ALONE, *NATIVE_NAMES)
@@ -108,13 +108,12 @@ def strategies(
         print(f"\nOf others, to compare with: {', '.join(others)}")
     elif name in others:
         from offbeat.codec.described_options import first_sentence
-        from offbeat_lab.cli import display
         from offbeat_lab.options import strategy_options, strategy_type
 
         said = first_sentence(strategy_type(name).__doc__)
-        display.print_options(name, said, strategy_options(name))
+        print(*described_lines(f"{name}  {said}", strategy_options(name)), sep="\n")
     else:
-        print("\n".join(option_lines(name)))
+        print(*option_lines(name), sep="\n")
 
 
 _SUMMARY: Final = (

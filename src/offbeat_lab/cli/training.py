@@ -33,7 +33,6 @@ from offbeat_lab.cli.common import (
     TaskName,
     Workers,
     check_names,
-    cluster_of,
     complete_strategy,
     emulation_mode,
     flag,
@@ -92,12 +91,14 @@ def train(
 ) -> None:
     """Train a task on local workers, or as one rank where torchrun or srun started this command."""
     from offbeat_lab.cli import display
+    from offbeat_lab.cluster import from_flags
     from offbeat_lab.config import Request
     from offbeat_lab.options import parse_spec
     from offbeat_lab.train import plan
     from offbeat_lab.train import train as train_workers
 
     name, options = (None, {}) if strategy is None else parse_spec(strategy)
+    flags = {"link": link, "speeds": speeds, "delay": delay, "step_time": step_time}
     request = Request(
         task=task,
         strategy=name,
@@ -108,7 +109,9 @@ def train(
         seed=seed,
         checkpoint_every=checkpoint_every,
         eval_every=eval_every,
-        cluster=cluster_of(cluster, workers, link, speeds, delay, step_time),
+        cluster=None
+        if cluster is None and set(flags.values()) == {None}
+        else from_flags(cluster=cluster, workers=workers, **flags),
         emulation=emulation_mode(emulation),
         log_to=names_in(log_to),
     )
@@ -214,13 +217,13 @@ def compare(
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; allowed is 1 or more")
     script = comparing.compared_script(task, words, settings, epochs, eval_every)
+    flags = {"link": link, "speeds": speeds, "delay": delay, "step_time": step_time}
     request = CompareRequest(
         task=script.name if script is not None else task or "",
         script=script,
         strategies=named,
         settings=settings or (),
-        cluster=cluster_of(cluster, workers, link, speeds, delay, step_time)
-        or from_flags(workers=workers),
+        cluster=from_flags(cluster=cluster, workers=workers, **flags),
         emulation=emulation_mode(emulation),
         seeds=range(seeds or (3 if script is None else 1)),
         epochs=epochs,

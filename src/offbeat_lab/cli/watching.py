@@ -4,7 +4,6 @@ ends. Nothing is asked of the run itself.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from shlex import quote
 from typing import Final
 
 import numpy as np
+import psutil
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
@@ -189,15 +189,7 @@ def _has_nobody(record: Record) -> bool:
 
 
 def _is_alive(head: Head) -> bool:
-    if head.host != socket.gethostname():
-        return True
-    try:
-        os.kill(head.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's process
-        pass
-    return True
+    return head.host != socket.gethostname() or psutil.pid_exists(head.pid)
 
 
 def views(

@@ -279,26 +279,13 @@ class Cluster(DescribedModel):
         is_apart = self.racks is not None and self.workers > self.racks.size
         return self.racks.latency_s if self.racks is not None and is_apart else 0.0
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing to emulate: full speed, no limit on links, no worker late, no
-        faults, no padded compute.
-        """
-        return self == Cluster(
-            name=self.name,
-            workers=self.workers,
-            seed=self.seed,
-            cores=self.cores,
-            deaths_per_hour=self.deaths_per_hour,
-        )
-
     def changed(self, **values: object) -> Cluster:
         """The same cluster with other values; the pattern of speeds is repeated.
 
         Raises:
             ConfigError: values that no cluster has.
         """
-        return Cluster(**{**self.fields(), "speeds": self.speed_pattern, **values})
+        return Cluster(**{**dict(self), "speeds": self.speed_pattern, **values})
 
     def left_with(self, workers: int) -> Cluster:
         """The same cluster for a run that goes on with so many workers: what names workers left out
@@ -317,7 +304,7 @@ class Cluster(DescribedModel):
                 who := (
                     min(entry.workers, workers)
                     if isinstance(entry.workers, int)
-                    else _below(workers, entry.workers)
+                    else tuple(worker for worker in entry.workers if worker < workers)
                 )
             )
         ]
@@ -393,7 +380,3 @@ class Cluster(DescribedModel):
             for p in range(1, len(speeds) + 1)
             if all(s == speeds[i % p] for i, s in enumerate(speeds))
         )
-
-
-def _below(num: int, workers: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(worker for worker in workers if worker < num)

@@ -7,7 +7,7 @@ Python names carry their units; in TOML the same keys go without (`rate_bit_per_
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -70,10 +70,6 @@ class DescribedModel(BaseModel):
                 super().__init__(**values)
             except ValidationError as error:
                 raise _first_error(type(self), error) from None
-
-    def fields(self) -> dict[str, Any]:
-        """Every field by name, to build another one from."""
-        return {name: getattr(self, name) for name in type(self).model_fields}
 
 
 class LinkSpec(DescribedModel):

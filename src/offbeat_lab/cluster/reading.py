@@ -258,7 +258,7 @@ def from_flags(
     """
     base = Cluster() if cluster is None else _named(cluster)
     given = {"workers": workers, "speeds": speeds, "straggling": delay, "step_s": step_time}
-    values = base.fields() | {
+    values = dict(base) | {
         "speeds": base.speed_pattern,
         "link": _link_from_flags(base.link, link, latency),
     }
@@ -297,7 +297,7 @@ def _named(cluster: str) -> Cluster:
 
 def _link_from_flags(base: LinkSpec, link: str | None, latency: str | None) -> LinkSpec:
     """`base` with what was said; what was not said stays."""
-    values: dict[str, Any] = {} if link is not None and is_none(link) else base.fields()
+    values: dict[str, Any] = {} if link is not None and is_none(link) else dict(base)
     if link is not None:
         asked = parse_link(link, "--link")
         if latency is not None and "latency_s" in asked.model_fields_set:

@@ -4,8 +4,6 @@ processors. Here is decided which kind of emulation a cluster gets.
 
 from __future__ import annotations
 
-import atexit
-import os
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
@@ -14,12 +12,11 @@ from offbeat.run.config import EmulationMode
 from offbeat.run.coordination import LOOPBACK, ON_LOOPBACK
 from offbeat.run.local_worker import Placement
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.emulation import leftovers
-from offbeat_lab.emulation.base import Emulation, MissingMeansError
+from offbeat_lab.emulation.base import Emulation
+from offbeat_lab.emulation.commands import MissingMeansError
 from offbeat_lab.emulation.leftovers import clean
 from offbeat_lab.emulation.namespaces import NamespaceEmulation
-from offbeat_lab.emulation.plan import EmulationName
-from offbeat_lab.emulation.quotas import ComputeShares, needs_quotas, open_compute
+from offbeat_lab.emulation.quotas import open_compute
 from offbeat_lab.records import EmulationReport
 
 __all__ = ["Emulation", "Placement", "clean", "emulate"]
@@ -84,20 +81,11 @@ class LoopbackEmulation(Emulation):
         reason: str | None = None,
         limit_compute: bool = True,
     ) -> None:
+        super().__init__()
         self.store_address = LOOPBACK
-        self._name: EmulationName | None = None
-        self._holder = os.getpid()
         notices = _network_notices(cluster, kind, reason)
-        if limit_compute:
-            compute = open_compute(cluster, self._claim)
-        else:
-            ignored = "speeds are not emulated: no emulation was asked for"
-            compute = (
-                ComputeShares(speeds="ignored", notices=[ignored])
-                if needs_quotas(cluster)
-                else ComputeShares()
-            )
-        super().__init__(compute.quotas)
+        compute = open_compute(cluster, self._claim if limit_compute else None)
+        self._quotas = compute.quotas
         delayed = "loopback; the workers deliver messages late"
         self.report = EmulationReport(
             kind=kind,
@@ -115,17 +103,6 @@ class LoopbackEmulation(Emulation):
 
     def call_inside(self, function: Callable[[], T]) -> T:
         return function()
-
-    def close(self) -> None:
-        name, self._name = self._name, None
-        if name is not None and os.getpid() == self._holder:
-            atexit.unregister(self.close)
-            leftovers.remove(name)
-
-    def _claim(self) -> str:
-        self._name = leftovers.claim()
-        atexit.register(self.close)
-        return str(self._name)
 
 
 def _network_notices(

@@ -9,19 +9,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TypeVar
+from weakref import finalize
 
-from offbeat.errors import ConfigError
 from offbeat.run.local_worker import Placement
+from offbeat_lab.emulation import leftovers
+from offbeat_lab.emulation.plan import EmulationName
 from offbeat_lab.emulation.quotas import Quotas
 from offbeat_lab.records import EmulationReport
 
 T = TypeVar("T")
-
-
-class MissingMeansError(ConfigError):
-    """This machine, or this user on it, lacks something without which the kernel cannot emulate a
-    network.
-    """
 
 
 class Emulation(AbstractContextManager["Emulation"]):
@@ -35,8 +31,15 @@ class Emulation(AbstractContextManager["Emulation"]):
     report: EmulationReport
     store_address: str
 
-    def __init__(self, quotas: Quotas | None) -> None:
-        self._quotas = quotas
+    def __init__(self) -> None:
+        self._quotas: Quotas | None = None
+        self._release: Callable[[], object] = lambda: None
+
+    def _claim(self) -> EmulationName:
+        """A name; what is called so is removed when this closes, or when this process ends."""
+        name = leftovers.claim()
+        self._release = finalize(self, leftovers.release, name)
+        return name
 
     @abstractmethod
     def placement(self, worker: int) -> Placement:
@@ -62,9 +65,9 @@ class Emulation(AbstractContextManager["Emulation"]):
     def call_inside(self, function: Callable[[], T]) -> T:
         """What `function` returns or raises, run where servers for all workers must listen."""
 
-    @abstractmethod
     def close(self) -> None:
         """Take everything down. Idempotent."""
+        self._release()
 
     def __exit__(
         self,

@@ -12,13 +12,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from offbeat_lab.emulation.base import MissingMeansError
+from offbeat.errors import ConfigError
 from offbeat_lab.network_namespace import enter
 
 T = TypeVar("T")
 
 NAMESPACES = Path("/run/netns")
 _PATIENCE_S = 60.0
+
+
+class MissingMeansError(ConfigError):
+    """This machine, or this user on it, lacks something without which the kernel cannot emulate a
+    network.
+    """
 
 
 def path_of(program: str) -> str:

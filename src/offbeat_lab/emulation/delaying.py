@@ -18,11 +18,11 @@ import math
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
 from offbeat.transport.driver import Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import (
@@ -39,31 +39,17 @@ from offbeat_lab.cluster import Cluster
 _DUE = struct.Struct("<d")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Delivery:
-    """What occupies a link.
-
-    Attributes:
-        num_bytes: payload bytes.
-        num_messages: 1, or a dense collective's number of rounds.
-    """
-
-    num_bytes: int
-    num_messages: int = 1
-
-
 class Delaying(Wrapper):
     """Delivers messages late; dense collectives take as long as a ring of such links would need.
 
     Args:
         inner: any driver, wrapped alike on every rank.
-        delay: how long a delivery occupies the sender's link, in seconds; for a link of `latency_s`
-            and `bytes_per_s` `d.num_messages * latency_s + d.num_bytes / bytes_per_s`.
+        link: for how long the sender's is occupied by each message, and each byte.
     """
 
-    def __init__(self, inner: Driver, delay: Callable[[Delivery], float]) -> None:
+    def __init__(self, inner: Driver, link: LinkCost) -> None:
         super().__init__(inner)
-        self._delay = delay
+        self._link = link
         self._link_free_s = -math.inf
         self._arrived: defaultdict[tuple[int, int], deque[tuple[float, Payload]]] = defaultdict(
             deque
@@ -76,8 +62,7 @@ class Delaying(Wrapper):
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
             case Send(peer, payload):
-                delivery = Delivery(num_bytes=memoryview(payload).nbytes)
-                due_s = self._occupy_link(delivery, channel)
+                due_s = self._occupy_link(1, memoryview(payload).nbytes, channel)
                 return self.inner.start(Send(peer, _DUE.pack(due_s) + payload), channel)
             case Recv(peer, _):
                 return _LateMessage(self, operation, channel, self._arrived[peer, channel])
@@ -85,9 +70,9 @@ class Delaying(Wrapper):
                 return _LateMessageOfAny(self, operation, channel)
             case DenseOperation():
                 ticket = self.inner.start(operation, channel)
-                return _LateResult(
-                    self, ticket, channel, self._occupy_link(self._share(operation), channel)
-                )
+                sent = operation.traffic(None, rank=self.rank, world_size=self.world_size)
+                due_s = self._occupy_link(sent.messages_sent, sent.bytes_sent, channel)
+                return _LateResult(self, ticket, channel, due_s)
             case _:
                 return self.inner.start(operation, channel)
 
@@ -121,14 +106,11 @@ class Delaying(Wrapper):
         self._num_arrived += 1
         heapq.heappush(self._arrived_from_any[channel], (due_s, self._num_arrived, sender, content))
 
-    def _occupy_link(self, delivery: Delivery, channel: int) -> float:
-        """Returns when the delivery ends."""
-        self._link_free_s = max(self.now_s(channel), self._link_free_s) + self._delay(delivery)
+    def _occupy_link(self, num_messages: int, num_bytes: int, channel: int) -> float:
+        """Returns when all of that is delivered."""
+        took_s = self._link.time_s(num_messages=num_messages, num_bytes=num_bytes)
+        self._link_free_s = max(self.now_s(channel), self._link_free_s) + took_s
         return self._link_free_s
-
-    def _share(self, operation: DenseOperation) -> Delivery:
-        traffic = operation.traffic(None, rank=self.rank, world_size=self.world_size)
-        return Delivery(num_bytes=traffic.bytes_sent, num_messages=traffic.messages_sent)
 
 
 class _LateResult:

@@ -16,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offbeat.errors import ConfigError
-from offbeat_lab.emulation.base import MissingMeansError
-from offbeat_lab.emulation.commands import NAMESPACES, run_batch
+from offbeat_lab.emulation.commands import NAMESPACES, MissingMeansError, run_batch
 from offbeat_lab.emulation.plan import EmulationName
 from offbeat_lab.emulation.quotas import find_hierarchies, members, remove_group
 
@@ -67,6 +66,12 @@ def clean() -> list[str]:
                     " root"
                 ) from error
     return removed
+
+
+def release(name: EmulationName) -> None:
+    """Remove everything called `name` that this process holds; a child of it holds nothing."""
+    if name.pid == os.getpid():
+        remove(name)
 
 
 def remove(name: EmulationName) -> list[str]:

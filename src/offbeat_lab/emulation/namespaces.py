@@ -4,7 +4,6 @@ the rates asked for.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import fcntl
 import os
@@ -20,10 +19,16 @@ from typing import TypeVar
 from offbeat.run.local_worker import Placement
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration, display_rate, rounded
-from offbeat_lab.emulation import leftovers
-from offbeat_lab.emulation.base import Emulation, MissingMeansError
+from offbeat_lab.emulation.base import Emulation
 from offbeat_lab.emulation.check import LEAST_SHARE, check_links
-from offbeat_lab.emulation.commands import NAMESPACES, call_in, path_of, run_batch, run_shell
+from offbeat_lab.emulation.commands import (
+    NAMESPACES,
+    MissingMeansError,
+    call_in,
+    path_of,
+    run_batch,
+    run_shell,
+)
 from offbeat_lab.emulation.plan import (
     DATA,
     HUB_CONTROL_ADDRESS,
@@ -65,16 +70,13 @@ class NamespaceEmulation(Emulation):
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        super().__init__(None)
+        super().__init__()
         check_size(cluster)
         _require_means()
         self._cluster = cluster
-        self._holder = os.getpid()
         self._lines: DelayLines | None = None
-        self._closed = False
         self.store_address = HUB_CONTROL_ADDRESS
-        self._name = leftovers.claim()
-        atexit.register(self.close)
+        self._name = self._claim()
         try:
             self._set_up()
         except OSError as error:
@@ -111,13 +113,9 @@ class NamespaceEmulation(Emulation):
         return call_in(self._name.hub, function)
 
     def close(self) -> None:
-        if self._closed or os.getpid() != self._holder:
-            return
-        self._closed = True
-        atexit.unregister(self.close)
         if self._lines is not None:
             self._lines.close()
-        leftovers.remove(self._name)
+        super().close()
 
     def _set_up(self) -> None:
         cluster, name, workers = self._cluster, self._name, range(self._cluster.workers)
@@ -146,7 +144,7 @@ class NamespaceEmulation(Emulation):
         ]
         run_batch("tc", queues, namespace=name.hub)
         notices = self._open_delay_lines(mtu)
-        compute = open_compute(cluster, lambda: str(name))
+        compute = open_compute(cluster, lambda: name)
         self._quotas = compute.quotas
         checks = check_links(name, cluster)
         trips = [] if notices else _odd_trips(cluster, checks)

@@ -178,20 +178,23 @@ class ComputeShares:
     notices: list[str] = field(default_factory=list)
 
 
-def open_compute(cluster: Cluster, claim: Callable[[], str]) -> ComputeShares:
-    """Quotas where `cluster` needs some, called what `claim` says."""
+def open_compute(cluster: Cluster, claim: Callable[[], object] | None) -> ComputeShares:
+    """Quotas where `cluster` needs some, called what `claim` says; None: there are to be none."""
     if cluster.step_s is not None:
         words = f"padded by the workers: {display_duration(cluster.step_s)} a step at speed 1"
         return ComputeShares(speeds="padded", words=words)
     if not needs_quotas(cluster):
         return ComputeShares()
+    if claim is None:
+        ignored = "speeds are not emulated: no emulation was asked for"
+        return ComputeShares(speeds="ignored", notices=[ignored])
     hierarchies = find_hierarchies()
     speeds = [cluster.speed_at(worker, 0.0) for worker in range(cluster.workers)]
     cores_per_speed = share_out(cluster, usable_cores())
     try:
         if not hierarchies:
             raise OSError("no cgroup hierarchy with the cpu controller is mounted")
-        quotas = Quotas(hierarchies[0], claim(), speeds, cores_per_speed=cores_per_speed)
+        quotas = Quotas(hierarchies[0], str(claim()), speeds, cores_per_speed=cores_per_speed)
     except (OSError, ConfigError) as error:
         notice = (
             f"no quotas of the processors: {error}; in their place slower workers sleep after they"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,30 +12,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import UnsupportedError
+from offbeat.strategies.base import Strategy
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 
 @dataclass(frozen=True, kw_only=True)
-class Native(ABC):
-    """A recipe that torch ships. Its options are its fields, as for offbeat's strategies."""
+class Native(Strategy):
+    """A recipe that torch ships. It trains by `attach` or `couple`; what `build` makes does in a
+    step what torch does, and predictions are made of it.
+    """
 
-    name: ClassVar[str]
-    survives_death: ClassVar[bool] = False
-    shares_samples: ClassVar[bool] = False
-    weighs_samples: ClassVar[bool] = False
     resumable: ClassVar[bool] = False
     """Whether a checkpoint of model and optimizer is all there is to keep."""
     ddp_options: ClassVar[Mapping[str, Any]] = {}
     """Options of DistributedDataParallel that it needs."""
-
-    def samples_between_merges(self, batch_size: int) -> None:  # noqa: B027 - none of them do
-        """As `Strategy.samples_between_merges`: ranks share no samples out."""
-
-    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
-        """Raise `ConfigError` if it cannot work with these."""
-
-    def check_world(self, world_size: int) -> None:  # noqa: B027 - none refuses any
-        """They work with any number of ranks."""
 
     @abstractmethod
     def attach(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -27,10 +27,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
+from offbeat.codec.described_options import NotNegative, OneOrMore, TwoOrMore
+from offbeat.errors import UnsupportedError
+from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.localsgd import LocalSGD
 from offbeat.xmc.label_loss import LabelLayer
 from offbeat.xmc.sparse_linear import SparseLinear
 from offbeat_lab.native.base import Native
+from offbeat_lab.native.planned import HalfPrecisionSteps, LowRankSteps
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 Hook: TypeAlias = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]
@@ -75,6 +81,10 @@ class DDP(Native):
     resumable: ClassVar[bool] = True
     _bytes_per_element: ClassVar[int | None] = None
     torch_hook: ClassVar[TorchHook] = default_hooks.allreduce_hook
+
+    def build(self, context: Context) -> Sequence[Callback]:
+        steps = AllReduce() if self._bytes_per_element is None else HalfPrecisionSteps()
+        return steps.build(context)
 
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
@@ -135,10 +145,10 @@ class PowerSGDHook(DDP):
     """DDP with torch's PowerSGD hook: low-rank gradients with error feedback (Vogels et al.,
     NeurIPS 2019).
 
-    Attributes:
+    Args:
         rank: of the approximation.
-        start_step: steps with plain all-reduce before compression begins, at least 2. torch's
-            default is 1000.
+        start_step: steps with plain all-reduce before compression begins, >= 2, since DDP first
+            finds its buckets. torch's default is 1000.
     """
 
     name: ClassVar[str] = "ddp-powersgd"
@@ -146,17 +156,11 @@ class PowerSGDHook(DDP):
     # With several buckets the hook's chained all-reduces start in another order on each rank, and
     # gloo aborts.
     ddp_options: ClassVar[Mapping[str, Any]] = {"bucket_cap_mb": 1 << 20}
-    rank: int = 4
-    start_step: int = 10
+    rank: OneOrMore = 4
+    start_step: TwoOrMore = 10
 
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"rank is {self.rank}; allowed is 1 or more")
-        if self.start_step < 2:
-            raise ConfigError(
-                f"start_step is {self.start_step}; allowed is 2 or more, since DDP first finds its"
-                " buckets"
-            )
+    def build(self, context: Context) -> Sequence[Callback]:
+        return LowRankSteps(rank=self.rank, start_step=self.start_step).build(context)
 
     def couple(
         self,
@@ -195,21 +199,21 @@ class PostLocalSGD(Native):
     """Post-local SGD of torch: DDP for the first steps, then local steps with the models averaged
     every few of them.
 
-    Attributes:
+    Args:
         start_step: steps with all-reduced gradients before the local ones begin.
         period: local steps between averages.
     """
 
     name: ClassVar[str] = "post-localsgd"
-    start_step: int = 10
-    period: int = 4
+    replicas_differ: ClassVar[bool] = True
+    start_step: NotNegative = 10
+    period: OneOrMore = 4
 
-    def __post_init__(self) -> None:
-        if self.start_step < 0 or self.period < 1:
-            raise ConfigError(
-                f"start_step is {self.start_step}, allowed is 0 or more; period is {self.period},"
-                " allowed is 1 or more"
-            )
+    def build(self, context: Context) -> Sequence[Callback]:
+        planned = LocalSGD(
+            period=self.period, warmup=0, start_step=self.start_step, optimizer_state="local"
+        )
+        return planned.build(context)
 
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter

@@ -5,19 +5,19 @@ a session of offbeat's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.callbacks.callback import Decision
 from offbeat.session.events import inside_own_step
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Stats
 from offbeat.transport.driver import Arrival
-from offbeat_lab.emulation.delaying import Delivery
 
 
 class CommunicationMeter:
@@ -27,13 +27,13 @@ class CommunicationMeter:
 
     Args:
         world_size: number of ranks.
-        delay: how long a delivery occupies this rank's link, in seconds, where a slow network is
-            imitated in user space; None elsewhere.
+        link: what a message of this rank costs where a slow network is imitated in user space; None
+            elsewhere.
     """
 
-    def __init__(self, world_size: int, delay: Callable[[Delivery], float] | None = None) -> None:
+    def __init__(self, world_size: int, link: LinkCost | None = None) -> None:
         self.world_size = world_size
-        self._delay = delay
+        self._link = link
         self._link_free_s = 0.0
         self.steps = self.messages_sent = self.bytes_sent = 0
         self.encode_s = self.wait_s = 0.0
@@ -50,9 +50,9 @@ class CommunicationMeter:
         self.bytes_sent += share
         self.messages_sent += num_messages
         self._reducing = True
-        if self._delay is not None:
-            delivery = Delivery(num_bytes=share, num_messages=num_messages)
-            self._link_free_s = max(time.monotonic(), self._link_free_s) + self._delay(delivery)
+        if self._link is not None:
+            took_s = self._link.time_s(num_messages=num_messages, num_bytes=share)
+            self._link_free_s = max(time.monotonic(), self._link_free_s) + took_s
 
     def hold_back(self) -> None:
         """Return when the imitated link has carried everything counted so far."""

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat.codec.described_options import NotNegative, OneOrMore, check_options
 from offbeat.errors import ConfigError, nearest
 from offbeat_lab.plan.profile import NOT_MEASURED, ModelProfile, Source, TimedBatch
 from offbeat_lab.plan.shipped import (
@@ -91,16 +92,16 @@ class Shape:
         attention_bias: whether queries, keys and values have one; else as `bias`.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int = 0
-    head_dim: int = 0
-    intermediate: int = 0
-    vocabulary: int = 32_000
-    sequence: int = 2048
-    window: int = 0
-    positions: int = 0
+    layers: OneOrMore
+    hidden: OneOrMore
+    heads: OneOrMore
+    kv_heads: NotNegative = 0
+    head_dim: NotNegative = 0
+    intermediate: NotNegative = 0
+    vocabulary: NotNegative = 32_000
+    sequence: OneOrMore = 2048
+    window: NotNegative = 0
+    positions: NotNegative = 0
     gated: bool = True
     tied: bool = False
     bias: bool = False
@@ -196,13 +197,11 @@ def read_shape(given: str, sequence: int | None = None) -> Shape:
             " as in layers=32,hidden=4096,heads=32"
         )
     shape = Shape(**values)
-    numbers = {one.name: getattr(shape, one.name) for one in fields(Shape)}
-    wrong = [name for name, value in numbers.items() if not isinstance(value, int) or value < 0]
-    wrong += [name for name in ("layers", "hidden", "heads", "sequence") if not numbers[name]]
-    if wrong or (not shape.head_dim and shape.hidden % shape.heads):
+    check_options(shape)
+    if not shape.head_dim and shape.hidden % shape.heads:
         raise ConfigError(
-            f"--config {given}: {', '.join(wrong) or 'hidden'} cannot be so; allowed are positive"
-            " numbers, and heads that divide hidden"
+            f"--config {given}: hidden is {shape.hidden} and heads {shape.heads}; allowed are heads"
+            " that divide hidden"
         )
     return shape
 

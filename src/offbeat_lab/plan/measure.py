@@ -73,11 +73,8 @@ def _time_steps(task: Task, steps: int) -> tuple[StepTimer, torch.optim.Optimize
     # On one thread computing is what the processor does, whoever else has it meanwhile.
     timer = StepTimer(steps, time.thread_time)
     timer.watch(list(model.parameters()))
-    for samples in cycle(task.samples(seed=0, epoch=0, world_size=1)[:, 0]):
-        timer.step_begins()
-        batch = task.training_batch(samples, seed=0, epoch=0)
-        optimizer.zero_grad()
-        loss: Any = task.loss(model, batch)
+    timer.step_begins()
+    for loss in _losses(task, model, optimizer):
         timer.backward_begins()
         loss.backward()
         timer.backward_ended()
@@ -86,6 +83,14 @@ def _time_steps(task: Task, steps: int) -> tuple[StepTimer, torch.optim.Optimize
         if timer.is_done:
             break
     return timer, optimizer
+
+
+def _losses(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Of one batch after the other, over and over; gradients are zero before each."""
+    for samples in cycle(task.samples(seed=0, epoch=0, world_size=1)[:, 0]):
+        batch = task.training_batch(samples, seed=0, epoch=0)
+        optimizer.zero_grad()
+        yield task.loss(model, batch)
 
 
 def _with_factors(profile: ModelProfile, task: Task, source: str) -> ModelProfile:
@@ -97,10 +102,7 @@ def _with_factors(profile: ModelProfile, task: Task, source: str) -> ModelProfil
     except ConfigError:
         return profile
     with attach_through(lambda driver: driver, model, optimizer, STRATEGY) as session:
-        for samples in cycle(task.samples(seed=0, epoch=0, world_size=1)[:, 0]):
-            batch = task.training_batch(samples, seed=0, epoch=0)
-            optimizer.zero_grad()
-            loss: Any = task.loss(model, batch)
+        for loss in _losses(task, model, optimizer):
             loss.backward()
             optimizer.step()
             timer.step_ended(session)

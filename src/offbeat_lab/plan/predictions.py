@@ -11,7 +11,7 @@ from offbeat.errors import ConfigError
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.cluster import Cluster, LinkSpec
-from offbeat_lab.options import Recipe, build_strategy, parse_spec
+from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.plan.bands import Band, band_of
 from offbeat_lab.plan.methods.of_strategies import method_of
 from offbeat_lab.plan.profile import ModelProfile
@@ -99,7 +99,7 @@ class StepPrediction:
         return self.lost_to_deaths >= 1
 
 
-def check_spec(spec: str, workers: int) -> tuple[str, Recipe]:
+def check_spec(spec: str, workers: int) -> tuple[str, Strategy]:
     """The strategy called `spec`, such as "gtopk:density=0.01", and its name.
 
     Raises:
@@ -107,8 +107,7 @@ def check_spec(spec: str, workers: int) -> tuple[str, Recipe]:
     """
     name, options = parse_spec(spec)
     recipe = build_strategy(name, options)
-    if isinstance(recipe, Strategy):
-        recipe.check_world(workers)
+    recipe.check_world(workers)
     return name, recipe
 
 
@@ -127,7 +126,7 @@ def predict_step(spec: str, setting: Setting, band: Band | None = None) -> StepP
 
 
 def predict_recipe(
-    label: str, name: str, recipe: Recipe, setting: Setting, band: Band | None = None
+    label: str, name: str, recipe: Strategy, setting: Setting, band: Band | None = None
 ) -> StepPrediction:
     """One strategy on one cluster.
 
@@ -144,7 +143,6 @@ def predict_recipe(
     profile, cluster = setting.profile, setting.cluster
     _require_sense(label, name, recipe, profile)
     method = method_of(name, recipe)
-    survives = isinstance(recipe, Strategy) and recipe.survives_death
     simulated = method.simulate(setting)
     # What an exchange costs a world of one is not a cost of exchanging.
     simulated_s = max(simulated.step_s, profile.compute_s)
@@ -180,7 +178,7 @@ def predict_recipe(
     memory_bytes = states_bytes / profile.devices + profile.activation_bytes
     if profile.devices > 1:  # what is gathered of two layers, while the next one is
         memory_bytes += 2 * profile.element_bytes * max(one.num_elements for one in profile.tensors)
-    lost = _lost_to_deaths(cluster, step_s, survives=survives)
+    lost = _lost_to_deaths(cluster, step_s, survives=recipe.survives_death)
     rate_bit_per_s = cluster.link.rate_bit_per_s or max(cluster.limited_rates)
     cells, within, words = _how_sure(profile, band, name, setting)
     return StepPrediction(
@@ -221,10 +219,9 @@ def _lost_to_deaths(cluster: Cluster, step_s: float, *, survives: bool) -> float
     return min(1.0, cluster.deaths_per_hour * cluster.workers * lost_s / 3600)
 
 
-def _require_sense(label: str, name: str, recipe: Recipe, profile: ModelProfile) -> None:
+def _require_sense(label: str, name: str, recipe: Strategy, profile: ModelProfile) -> None:
     """Raise `ConfigError` where a strategy cannot train such a model."""
-    trains_islands = isinstance(recipe, Strategy) and recipe.trains_islands
-    if profile.devices > 1 and name != ALONE and not trains_islands:
+    if profile.devices > 1 and name != ALONE and not recipe.trains_islands:
         raise ConfigError(
             f"{label} does not train a model that the devices of a node divide (--island); leave it"
             " out"

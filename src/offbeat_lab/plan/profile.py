@@ -10,14 +10,14 @@ backward pass, so that exchanges which overlap with it can be simulated.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import torch
 
+from offbeat.codec.described_options import OneOrMore, Range
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.kfac.placement import TabledInversion
@@ -48,6 +48,13 @@ _DIVIDED: Final = (
 )
 """What the devices of a node divide, as they do the model."""
 
+_MOST: Final = 1e30
+Amount: TypeAlias = Annotated[float, Range("in [0, 1e30]", lambda number: 0 <= number <= _MOST)]
+"""A finite number, as files are checked for."""
+_Duration: TypeAlias = Annotated[
+    float, Range("in [1e-12, 1e30]", lambda number: 1e-12 <= number <= _MOST)
+]
+
 _MOST_CHARACTERS: Final = 1 << 26
 _LATENCY_WITHIN_S: Final = 1e-3
 
@@ -62,9 +69,9 @@ class TimedBatch:
         backward_s: seconds > 0.
     """
 
-    batch_size: int
-    forward_s: float
-    backward_s: float
+    batch_size: OneOrMore
+    forward_s: _Duration
+    backward_s: _Duration
 
     @classmethod
     def of(cls, batch_size: int, seconds: float, *, forward: float) -> TimedBatch:
@@ -83,7 +90,7 @@ class CodecCost:
     """
 
     name: str
-    s_per_entry: float
+    s_per_entry: Amount
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +103,7 @@ class SelectorCost:
     """
 
     name: str
-    s_per_element: float
+    s_per_element: Amount
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,34 +237,34 @@ class ModelProfile:
     name: str
     device: str
     batches: tuple[TimedBatch, ...]
-    optimizer_s: float
+    optimizer_s: Amount
     tensors: tuple[TensorProfile, ...]
-    select_s_per_element: float
-    copy_s_per_byte: float
+    select_s_per_element: Amount
+    copy_s_per_byte: Amount
     on_gpu: bool = False
     element_bytes: int = FLOAT_BYTES
     devices: int = 1
-    device_bytes: float = 0.0
-    activation_bytes: float = 0.0
+    device_bytes: Amount = 0.0
+    activation_bytes: Amount = 0.0
     tokens_per_sample: int = 0
     selectors: tuple[SelectorCost, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
-    bucket_s_per_byte: float = 0.0
-    publish_s_per_byte: float = 0.0
-    mean_s_per_byte: float = 0.0
-    low_rank_s_per_element: float = 0.0
-    low_rank_s_per_element_and_rank: float = 0.0
-    low_rank_launch_s_per_element: float = 0.0
-    hook_s_per_element: float = 0.0
-    hook_s_per_element_and_rank: float = 0.0
-    padding_s: float = 0.0
-    earlier_s: float = 0.0
-    spread: float = 0.0
-    moments: float = 1.0
-    frozen_bytes: float = 0.0
+    bucket_s_per_byte: Amount = 0.0
+    publish_s_per_byte: Amount = 0.0
+    mean_s_per_byte: Amount = 0.0
+    low_rank_s_per_element: Amount = 0.0
+    low_rank_s_per_element_and_rank: Amount = 0.0
+    low_rank_launch_s_per_element: Amount = 0.0
+    hook_s_per_element: Amount = 0.0
+    hook_s_per_element_and_rank: Amount = 0.0
+    padding_s: Amount = 0.0
+    earlier_s: Amount = 0.0
+    spread: Amount = 0.0
+    moments: Amount = 1.0
+    frozen_bytes: Amount = 0.0
     layers: tuple[Layer, ...] = ()
-    factors_s: float = 0.0
-    precondition_s: float = 0.0
+    factors_s: Amount = 0.0
+    precondition_s: Amount = 0.0
     inversion: PolynomialInversion | TabledInversion | None = None
     sources: tuple[Source, ...] = ()
     checked: tuple[Checked, ...] = ()
@@ -279,27 +286,6 @@ class ModelProfile:
                 f"profile {self.name!r} has weights of {self.element_bytes} bytes, allowed are"
                 f" {', '.join(map(str, DTYPES))}"
             )
-        for batch in self.batches:
-            if batch.batch_size < 1:
-                raise ConfigError(
-                    f"profile {self.name!r} has a batch of {batch.batch_size} samples"
-                )
-            self._require_seconds("forward_s", batch.forward_s, least=1e-12)
-            self._require_seconds("backward_s", batch.backward_s, least=1e-12)
-        for one in fields(self):
-            if one.type == "float":
-                self._require_seconds(one.name, getattr(self, one.name))
-        for selector in self.selectors:
-            self._require_seconds(f"selector {selector.name!r}", selector.s_per_element)
-        for codec in self.codecs:
-            self._require_seconds(f"s_per_entry of codec {codec.name!r}", codec.s_per_entry)
-        for tensor in self.tensors:
-            if tensor.num_elements < 1 or tensor.rows < 1 or not 0 <= tensor.ready <= 1:
-                raise ConfigError(
-                    f"profile {self.name!r} has a tensor of {tensor.num_elements} elements and"
-                    f" {tensor.rows} rows, ready at {tensor.ready}; allowed are 1 or more, and 0"
-                    " to 1"
-                )
         for layer in self.layers:
             if not 0 <= layer.tensor < len(self.tensors):
                 raise ConfigError(
@@ -307,13 +293,6 @@ class ModelProfile:
                     f" allowed is 0 to {len(self.tensors) - 1}; write it anew with `offbeat"
                     " profile`"
                 )
-
-    def _require_seconds(self, field: str, value: float, *, least: float = 0.0) -> None:
-        if not (math.isfinite(value) and value >= least):
-            raise ConfigError(
-                f"profile {self.name!r} has {field} {value}, allowed are finite numbers from"
-                f" {least:g} on"
-            )
 
     @property
     def batch(self) -> TimedBatch:
@@ -537,7 +516,7 @@ def profile_from_json(text: str) -> ModelProfile:
     """What `ModelProfile.to_json` wrote.
 
     Raises:
-        ConfigError: numbers that no profile has.
+        ConfigError: numbers that do not go together.
         TypeError, ValueError, RecursionError: it is something else.
     """
     return build(ModelProfile, json.loads(text))

@@ -13,20 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.errors import ConfigError
-
 _BLOCK_BYTES = 16_384
 _HELD_OUT_EVERY = 20
 
 _Token = TypeVar("_Token", bound=np.unsignedinteger[Any])
-
-
-def check_path(path: Path | None) -> None:
-    """Raises `ConfigError` where there is nothing."""
-    if path is not None and not path.exists():
-        raise ConfigError(
-            f"no text at {path}; give a file or a directory with --set path=..., or leave it out"
-        )
 
 
 def held_out_blocks(num_bytes: int) -> NDArray[np.bool_]:

@@ -10,8 +10,16 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from offbeat_lab.tasks.base import AbsolutePath, Size
-from offbeat_lab.tasks.training import LrSchedule, LrWarmup, MaxGradNorm, Optimizer, TrainingOptions
+from offbeat.errors import ConfigError
+from offbeat_lab.tasks.base import AbsolutePath, Batch, Size, TaskOptions, dense
+from offbeat_lab.tasks.training import (
+    LrSchedule,
+    LrWarmup,
+    MaxGradNorm,
+    Optimizer,
+    TrainedTask,
+    TrainingOptions,
+)
 
 SHAPES: Final[dict[Size, tuple[int, int, int]]] = {
     "tiny": (64, 4, 2),
@@ -36,6 +44,28 @@ class GptOptions(TrainingOptions):
         None, description="text file or directory; default: the source of Python's standard library"
     )
     max_bytes: int = Field(2_000_000, ge=65_536, description="the text is cut here")
+
+
+class GptTask(TrainedTask):
+    """Next-token prediction on a text."""
+
+    higher_is_better = False
+    default_epochs = 1
+    options: GptOptions
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        path = self.options.path
+        if path is not None and not path.exists():
+            raise ConfigError(
+                f"no text at {path}; give a file or a directory with --set path=..., or leave it"
+                " out"
+            )
+
+    @override
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        inputs, targets = dense(batch)
+        return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 class Gpt(nn.Module):

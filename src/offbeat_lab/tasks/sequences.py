@@ -20,14 +20,12 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import nn
-from torch.nn import functional
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
-from offbeat_lab.tasks.base import Batch, TaskOptions, dense
-from offbeat_lab.tasks.corpus import check_path, read_text
-from offbeat_lab.tasks.gpt import SHAPES, Gpt, GptOptions
-from offbeat_lab.tasks.training import TrainedTask
+from offbeat_lab.tasks.base import Batch, TaskOptions
+from offbeat_lab.tasks.corpus import read_text
+from offbeat_lab.tasks.gpt import SHAPES, Gpt, GptOptions, GptTask
 
 _NUM_BYTES = 256
 _HELD_OUT_EVERY = 20
@@ -48,7 +46,7 @@ class SequencesOptions(GptOptions):
     bucketed: bool = Field(True, description="whether batches hold sequences of similar lengths")
 
 
-class Sequences(TrainedTask):
+class Sequences(GptTask):
     """Next-byte prediction on paragraphs."""
 
     name = "sequences"
@@ -57,14 +55,11 @@ class Sequences(TrainedTask):
         " small GPT, steps uneven by the data, bits per byte"
     )
     metric_name = "bits_per_byte"
-    higher_is_better = False
-    default_epochs = 1
     options_type = SequencesOptions
     options: SequencesOptions
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        check_path(self.options.path)
         if self.options.shortest >= self.options.longest:
             raise ConfigError(
                 f"shortest={self.options.shortest} and longest={self.options.longest}; shortest"
@@ -122,13 +117,6 @@ class Sequences(TrainedTask):
     @override
     def batch(self, samples: NDArray[np.int64]) -> Batch:
         return _padded([self.sequences[0][number] for number in samples])
-
-    @override
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        inputs, targets = dense(batch)
-        return functional.cross_entropy(
-            model(inputs).flatten(0, 1), targets.flatten(), ignore_index=_PADDING
-        )
 
     @override
     @torch.no_grad()

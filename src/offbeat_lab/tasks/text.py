@@ -23,14 +23,13 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import nn
-from torch.nn import functional
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
-from offbeat_lab.tasks.base import Batch, Size, TaskOptions, dense, mean_over_batches
-from offbeat_lab.tasks.corpus import check_path, cut, held_out_blocks, read_text
-from offbeat_lab.tasks.gpt import SHAPES, Gpt, GptOptions
-from offbeat_lab.tasks.training import LrSchedule, LrWarmup, MaxGradNorm, Optimizer, TrainedTask
+from offbeat_lab.tasks.base import Batch, Size, mean_over_batches
+from offbeat_lab.tasks.corpus import cut, held_out_blocks, read_text
+from offbeat_lab.tasks.gpt import SHAPES, Gpt, GptOptions, GptTask
+from offbeat_lab.tasks.training import LrSchedule, LrWarmup, MaxGradNorm, Optimizer
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -50,7 +49,7 @@ class TextOptions(GptOptions):
     window: int = Field(64, ge=2, le=4096, description="tokens that the model sees at once")
 
 
-class Text(TrainedTask):
+class Text(GptTask):
     """Next-token prediction on any text."""
 
     name = "text"
@@ -59,14 +58,8 @@ class Text(TrainedTask):
         " embeddings, bits per token"
     )
     metric_name = "bits_per_token"
-    higher_is_better = False
-    default_epochs = 1
     options_type: ClassVar[type[TextOptions]] = TextOptions
     options: TextOptions
-
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(options)
-        check_path(self.options.path)
 
     @property
     def vocabulary(self) -> int:
@@ -106,11 +99,6 @@ class Text(TrainedTask):
     @override
     def batch(self, samples: NDArray[np.int64]) -> Batch:
         return _shifted(self.windows[0][torch.from_numpy(samples)])
-
-    @override
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        inputs, targets = dense(batch)
-        return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     @override
     @torch.no_grad()

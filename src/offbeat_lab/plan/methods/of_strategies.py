@@ -1,11 +1,10 @@
-"""The method of each strategy, by its name and its options: of those that torch ships, those that
-average beside training (WAGMA, AD-PSGD, eager SGD), and the others, which take their steps
-themselves.
+"""The method of each strategy, by its name and its options: of those that average beside training
+(WAGMA, AD-PSGD, eager SGD), and of the others, which take their steps themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -14,17 +13,12 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import ConfigError
-from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import DenseReduction, Reduction, WeightedGradient
 from offbeat.run.recipes import NoExchange
-from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat.strategies.onebitadam import OneBitAdam
-from offbeat.transport.operations import Collective
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps, fewer_of
 from offbeat_lab.plan.simulation import FEW_WORKERS, Setting, Simulated
@@ -34,86 +28,6 @@ class SoloSteps(NoExchange):
     """What every other strategy is held against: no rank waits for another one."""
 
     replicas_differ: ClassVar[bool] = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class HalfPrecisionSteps(AllReduce):
-    """Buckets are summed in half precision."""
-
-    @override
-    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
-        return _HalfReduction(bucket, context)
-
-
-class _HalfReduction(DenseReduction):
-    def __init__(self, bucket: Bucket, context: Context) -> None:
-        super().__init__(bucket, context.driver, context.new_stream())
-        self._message = self._message.half()
-        self._tail = self._message[bucket.num_elements :]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRankSteps(AllReduce):
-    """PowerSGD: two factors of each matrix, the second of which waits for the first.
-
-    All gradients are in one bucket, as in `offbeat_lab.native`.
-
-    Args:
-        rank: of the approximation.
-        start_step: steps with plain all-reduce before the first approximation.
-    """
-
-    name: ClassVar[str] = "ddp-powersgd"
-
-    bucket_mib = 1 << 20
-
-    rank: int = 1
-    start_step: int = 0
-
-    @override
-    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
-        return _LowRankReduction(bucket, context, self)
-
-
-class _LowRankReduction(DenseReduction):
-    def __init__(self, bucket: Bucket, context: Context, steps: LowRankSteps) -> None:
-        super().__init__(bucket, context.driver, context.new_stream())
-        self._simulated: Any = context.driver
-        self._steps = steps
-        self._sizes = message_sizes((each.shape for each in bucket.parameters), steps.rank)
-
-    @override
-    def launch(self, given: WeightedGradient) -> None:
-        rank = self._simulated
-        if rank.step < self._steps.start_step:
-            super().launch(given)
-            return
-        rank.encode(rank.machine.profile.hook_s(given.gradient.numel(), self._steps.rank))
-        # What is copied into a bucket and out of it is more than what is sent of it.
-        rank.encode(2 * rank.machine.copying_s(given.gradient.nbytes - 4 * sum(self._sizes)))
-        self._sums = [self._driver.launch(self._in_turn(), self._stream.next())]
-
-    def _in_turn(self) -> Collective[Any]:
-        for size in self._sizes:
-            if size:
-                yield from dense_all_reduce(self._message[:size])
-
-
-def message_sizes(shapes: Iterable[tuple[int, ...]], rank: int) -> tuple[int, int, int]:
-    """Elements: of what is not compressed, of the first factors, of the second ones.
-
-    >>> message_sizes([(100,), (10, 20)], rank=2)
-    (100, 20, 40)
-    """
-    whole = first = second = 0
-    for shape in shapes:
-        rows, columns = shape if len(shape) > 1 else (1, shape[0])
-        lower = min(rank, rows, columns)
-        if (rows + columns) * lower * 2 < rows * columns:
-            first, second = first + rows * lower, second + columns * lower
-        else:
-            whole += rows * columns
-    return whole, first, second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +124,7 @@ def method_of(name: str, recipe: Any) -> StrategySteps:
 
     Args:
         name: of the strategy.
-        recipe: with its options, one of `offbeat_lab.options.Recipe`.
+        recipe: with its options.
 
     Raises:
         ConfigError: it cannot be predicted.
@@ -219,17 +133,8 @@ def method_of(name: str, recipe: Any) -> StrategySteps:
     match name:
         case "alone":
             strategy = SoloSteps()
-        case "ddp":
-            strategy = AllReduce()
-        case "ddp-fp16" | "ddp-bf16":
-            strategy = HalfPrecisionSteps()
-        case "ddp-powersgd":
-            strategy = LowRankSteps(rank=recipe.rank, start_step=recipe.start_step)
         case "onebitadam":
             strategy = FreezingSteps(freeze_step=recipe.freeze_step)
-        case "post-localsgd":
-            local = {"start_step": recipe.start_step, "optimizer_state": "local"}
-            strategy = LocalSGD(period=recipe.period, warmup=0, **local)
         case "auto":
             raise ConfigError(
                 "auto chooses while it trains, so there is no step of its own to predict; plan for"
@@ -237,8 +142,6 @@ def method_of(name: str, recipe: Any) -> StrategySteps:
             )
         case "wagma" | "adpsgd" | "eagersgd":
             return BackgroundSteps(recipe)
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(f"{name} cannot be predicted; leave it out")
     return StrategySteps(
         _simplified(strategy),
         extra_bytes=_EXTRA_BYTES.get(name, 0.0),

@@ -27,7 +27,6 @@ from offbeat.kfac.factors import factor_shape
 from offbeat.simulation.measured import LATER
 from offbeat.simulation.training import TensorProfile, carry_out, fused
 from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
-from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.sgp import SGP
 from offbeat.transport.driver import Ticket, Underway, Wrapper
 from offbeat.transport.operations import (
@@ -93,9 +92,6 @@ class StrategySteps:
             period = strategy.schedule.period(_LATE, strategy.schedule.initial_state())
         if isinstance(intervals := getattr(strategy, "averages_state", None), Mapping):
             period *= math.lcm(*intervals.values())
-        if isinstance(strategy, KFACStrategy):
-            settings = strategy.settings()
-            period = max(settings.factor_interval, settings.inverse_interval)
         self.steps_in_a_period, self.kind_of = period, strategy.step_kinds()
         self.later = LATER if strategy.shares_samples else _MUCH_LATER
         self.extra_bytes = extra_bytes
