@@ -431,10 +431,7 @@ def go(trainers: list[Trainer]) -> None:
 
 def merged_samples(rounds: Iterable[MergedRound]) -> Counter[int]:
     return Counter(
-        sample
-        for merged in rounds
-        for claim in merged.claims
-        for sample in samples_of(claim)
+        sample for merged in rounds for claim in merged.claims for sample in samples_of(claim)
     )
 
 

@@ -671,7 +671,7 @@ class DispatchLoader(Callback):
             self._earlier_shares = {}
 
     def _in_pass(self, share: MegaBatchShare, epoch: int) -> MegaBatchShare:
-        """The same with positions in the order of one pass; those below 0 are of the pass before."""
+        """The same with positions in one pass; those below 0 are of the pass before."""
         first = epoch * self._num_samples
         claims = (
             Claim(tuple(SampleRange(begin - first, end - first) for begin, end in claim.spans))

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from group_support.own_messages import arrive, fetch_model, finish
 from offbeat.arithmetic.groups import group_of_version
 from offbeat.averaging.background.group_average import serve
 from offbeat.averaging.background.interface import (
@@ -19,7 +20,6 @@ from offbeat.averaging.background.interface import (
     VersionResult,
 )
 from offbeat.averaging.background.merge_rules import merge_delta
-from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish
 from offbeat.codec.model_wire import Values
 from offbeat.transport.operations import Post
 from offbeat.transport.peers import PeerLimits, Peers

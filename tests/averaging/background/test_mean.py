@@ -61,17 +61,13 @@ class Rank:
         return into.tolist(), missing
 
     def _serve(
-        self,
-        rank: int,
-        settings: ProtocolSettings,
-        model_of_rank: SharedModel,
-        counts: ProtocolCounts | None = None,
+        self, rank: int, settings: ProtocolSettings, model_of_rank: SharedModel
     ) -> Collective[ProtocolCounts]:
         while True:
             _, payload = yield RecvAny(frozenset({0}))
             message = ModelMessage.from_bytes(payload)
             if message.kind != MessageKind.FETCH_MODEL:
-                return counts or ProtocolCounts()
+                return ProtocolCounts()
             answers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
             for peer, value in answers.items():
                 model_of_rank.receive_model(peer, None if value is None else model(value))

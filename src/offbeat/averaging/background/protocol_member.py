@@ -5,8 +5,18 @@ driver. The member keeps account of the peers that have stopped, have finished o
 answers requests for models. What it does with arrivals, chunks and averages is the business of the
 two subclasses, `group_average.RoundManager` and `strategies.adpsgd.PairMember`.
 
-The trainer of a rank speaks to its own member by posting the messages of `arrive`, `fetch_model`,
-`stop_stepping` and `finish`.
+The trainer of a rank speaks to its own member by posting messages without values:
+
+- ARRIVE when it has ended a step. From then on, and until the version is closed,
+  `SharedModel.contribute` must be fresh.
+- FETCH_MODEL to request the model of member `version`, or of every living peer if that is negative.
+  The answers come to `SharedModel.receive_model`. For a peer that is dead, or is not a member,
+  there is only `SharedModel.mark_dead`. The protocol does not return before the answers to requests
+  made before FINISH have arrived.
+- STOP_STEPPING when it takes no more steps. Its member still contributes when peers need it, and no
+  peer waits for the rank to arrive.
+- FINISH last. It implies STOP_STEPPING. The protocol returns when all members have finished or are
+  dead.
 """
 
 from __future__ import annotations
@@ -36,39 +46,6 @@ _FROM_THIS_RANK = (
 )
 
 
-def arrive(version: int, *, generation: int) -> Payload:
-    """A rank posts this to its own member when it has ended a step. From then on, and until the
-    version is closed, `SharedModel.contribute` must be fresh.
-    """
-    return ModelMessage(kind=MessageKind.ARRIVE, generation=generation, version=version).to_bytes()
-
-
-def fetch_model(peer: int | None, *, generation: int) -> Payload:
-    """A rank posts this to request the model of member `peer`, or of every living peer if that is
-    None. The answers come to `SharedModel.receive_model`.
-
-    For a peer that is dead, or is not a member, there is only `SharedModel.mark_dead`. The
-    protocol does not return before the answers to requests made before `finish` have arrived.
-    """
-    return ModelMessage(
-        kind=MessageKind.FETCH_MODEL, generation=generation, version=-1 if peer is None else peer
-    ).to_bytes()
-
-
-def stop_stepping(*, generation: int) -> Payload:
-    """A rank posts this when it takes no more steps. Its member still contributes when peers need
-    it, and no peer waits for the rank to arrive.
-    """
-    return ModelMessage(kind=MessageKind.STOP_STEPPING, generation=generation).to_bytes()
-
-
-def finish(*, generation: int) -> Payload:
-    """A rank posts this last. It implies `stop_stepping`. The protocol returns when all members
-    have finished or are dead.
-    """
-    return ModelMessage(kind=MessageKind.FINISH, generation=generation).to_bytes()
-
-
 class ProtocolMember(ABC):
     """One rank's member of a generation.
 
@@ -79,10 +56,8 @@ class ProtocolMember(ABC):
             trainer.
     """
 
-    def __init__(
-        self, rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts
-    ) -> None:
-        self.counts = counts
+    def __init__(self, rank: int, settings: ProtocolSettings, model: SharedModel) -> None:
+        self.counts = ProtocolCounts()
         self._rank = rank
         self._settings = settings
         self._model = model
