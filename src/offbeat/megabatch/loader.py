@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from statistics import median
 from typing import Any, ClassVar
 
@@ -187,10 +188,12 @@ class DispatchLoader(Callback):
         self.epoch = self.mega_batch = self.batch_position = 0
         self.last: Sequence[MegaBatchShare] = ()
         self._fetcher, self._num_samples = fetcher, fetcher.num_samples
-        self._seed, self._shuffles = seed, shuffles
+        self._shuffles, num_samples = shuffles, fetcher.num_samples
+        self._order_here = description_of_order(num_samples, seed, shuffles=shuffles)
+        # The one of the epoch under way is kept.
+        self._order_of = lru_cache(1)(lambda epoch: order_of(num_samples, seed=seed, epoch=epoch))
         self._log, self._policy, self._notify, self._clock = log, policy, notify, clock
         self._rank = rank
-        self._order: tuple[int, NDArray[np.integer]] | None = None
         self._open_round: ClaimRound | None = None
         # Of the mega-batch under way: what was merged in its earlier rounds, by rank and in all.
         self._earlier_shares: dict[int, MegaBatchShare] = {}
@@ -736,15 +739,6 @@ class DispatchLoader(Callback):
                 else:
                     found += range(size)[part]
         return found
-
-    def _order_of(self, epoch: int) -> NDArray[np.integer]:
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, order_of(self._num_samples, seed=self._seed, epoch=epoch)
-        return self._order[1]
-
-    @property
-    def _order_here(self) -> dict[str, int]:
-        return description_of_order(self._num_samples, self._seed, shuffles=self._shuffles)
 
     # State
 
