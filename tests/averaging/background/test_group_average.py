@@ -611,11 +611,11 @@ def test_a_rank_that_is_asked_sends_its_whole_model(
     assert all(not port.received for port in ports[1:])
 
 
-def test_a_peer_that_is_dead_or_no_member_is_marked_dead() -> None:
-    ports, outcomes = fetch_from_peers(2, 9, None, 9, dead=(2,))
-    assert sorted(ports[0].marked_dead) == [2, 9]
+def test_a_peer_that_is_dead_is_marked_dead() -> None:
+    ports, outcomes = fetch_from_peers(2, None, dead=(2,))
+    assert ports[0].marked_dead == [2]
     assert ports[0].received.keys() == {1}
-    assert outcomes[0] == ProtocolCounts(dead={2, 9}, stopped={0, 1})
+    assert outcomes[0] == ProtocolCounts(dead={2}, stopped={0, 1})
 
 
 def test_a_rank_is_told_once_that_its_model_is_final() -> None:

@@ -10,9 +10,9 @@ The trainer of a rank speaks to its own member by posting messages without value
 - ARRIVE when it has ended a step. From then on, and until the version is closed,
   `SharedModel.contribute` must be fresh.
 - FETCH_MODEL to request the model of member `version`, or of every living peer if that is negative.
-  The answers come to `SharedModel.receive_model`. For a peer that is dead, or is not a member,
-  there is only `SharedModel.mark_dead`. The protocol does not return before the answers to requests
-  made before FINISH have arrived.
+  The answers come to `SharedModel.receive_model`. For a peer that is dead there is only
+  `SharedModel.mark_dead`. The protocol does not return before the answers to requests made before
+  FINISH have arrived.
 - STOP_STEPPING when it takes no more steps. Its member still contributes when peers need it, and no
   peer waits for the rank to arrive.
 - FINISH last. It implies STOP_STEPPING. The protocol returns when all members have finished or are
@@ -134,7 +134,7 @@ class ProtocolMember(ABC):
                 if sender == self._rank:
                     self._tell(MessageKind.FINISHED, self.live_peers)
             case MessageKind.FETCH_MODEL:
-                self._request_model(message.version, now_s)
+                self._request_model(message.version)
             case MessageKind.MODEL_REQUEST:
                 self._requesters.append(sender)
             case MessageKind.MODEL_REPLY:
@@ -205,12 +205,8 @@ class ProtocolMember(ABC):
         message = ModelMessage(kind=kind, generation=generation, version=version).to_bytes()
         self._outgoing += [(peer, message) for peer in sorted(peers)]
 
-    def _request_model(self, peer: int, now_s: float) -> None:
+    def _request_model(self, peer: int) -> None:
         assert peer != self._rank, "a rank has its own model without a request"
-        if peer >= 0 and peer not in self._settings.members:
-            if peer not in self.counts.dead:
-                self.mark_dead(peer, now_s)
-            return
         if peer < 0 and self._rank in self.counts.stopped:
             self._fetches_final_models = True
         else:
