@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -191,8 +190,6 @@ class BackgroundCallback(Callback):
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         self._publish()
-        # Peers have sent the buffers that were chosen when the average began, after `attach`.
-        weights = replace(weights, chosen=self._weights.chosen)
         with self._staging.written(weights.tensors()) as into:
             counters, missing = self._progress.mean(into)
         weights.write_counters(counters)
