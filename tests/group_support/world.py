@@ -31,7 +31,6 @@ from offbeat.averaging.background.interface import (
     VersionResult,
 )
 from offbeat.averaging.background.merge_rules import merge_delta, merge_paper
-from offbeat.averaging.background.protocol_member import run_member
 from offbeat.codec.few_bits import E3M0Values
 from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
 from offbeat.codec.rounding import CodedChanges, Rounding
@@ -417,7 +416,7 @@ class World:
         kind = adpsgd.PairMember if schedule.pairs else group_average.RoundManager
         member = kind(rank, settings, self.models[rank])
         self.counts[rank] = member.counts
-        yield from run_member(member)
+        yield from member.serve()
         if schedule.leaves:
             self.drivers[rank].close()
         return self.counts[rank]

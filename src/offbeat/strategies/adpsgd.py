@@ -50,12 +50,11 @@ from offbeat.averaging.background.deadlines import deadline_s
 from offbeat.averaging.background.interface import (
     Contribution,
     Piece,
-    ProtocolCounts,
     ProtocolSettings,
     VersionResult,
     check_values,
 )
-from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
+from offbeat.averaging.background.protocol_member import ProtocolMember
 from offbeat.averaging.background.rounds import largest_of, mean_of, rounded_average
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
@@ -64,7 +63,6 @@ from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage, Values
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import WireError
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 
@@ -94,7 +92,7 @@ class ADPSGD(AveragingStrategy):
                 weights,
                 model,
                 staging=staging,
-                serve=serve,
+                member=PairMember,
                 group_of=self.group_of,
                 rounding=Rounding(statistics) if self.values == "bfloat16" else None,
                 overlap=True,
@@ -109,20 +107,6 @@ class ADPSGD(AveragingStrategy):
         # nothing else.
         draw = int(np.random.default_rng([position, version]).integers(num_members - 1))
         return VersionGroup(ranks=(position, draw + (draw >= position)))
-
-
-def serve(rank: int, settings: ProtocolSettings, model: SharedModel) -> Collective[ProtocolCounts]:
-    """Take part in averages of pairs on behalf of `rank` throughout a generation.
-
-    Args, return value and errors are those of `group_average.serve`, and the trainer posts the same
-    messages. Versions are each rank's own, 0 or more, and grow. `VersionGroup.ranks` is this rank
-    and its partner, who need not know of it, or this rank alone; `min_arrivals` is not used. An
-    average that a peer asked for has no version of this rank: `SharedModel.contribute` and `close`
-    get -1, -2, -3, ... for these. No number is used twice, and each such version is closed before
-    anything else happens. Averages must be merged by `merge_delta`, because a rank that waits for
-    its partner may have averaged with peers meanwhile.
-    """
-    return run_member(PairMember(rank, settings, model))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -142,7 +126,15 @@ class _Request:
 
 
 class PairMember(ProtocolMember):
-    """Sends this rank's model to partners, and answers peers that have chosen this rank."""
+    """Sends this rank's model to partners, and answers peers that have chosen this rank.
+
+    Versions are each rank's own, 0 or more, and grow. `VersionGroup.ranks` is this rank and its
+    partner, who need not know of it, or this rank alone; `min_arrivals` is not used. An average
+    that a peer asked for has no version of this rank: `SharedModel.contribute` and `close` get -1,
+    -2, -3, ... for these. No number is used twice, and each such version is closed before anything
+    else happens. Averages must be merged by `merge_delta`, because a rank that waits for its
+    partner may have averaged with peers meanwhile.
+    """
 
     def __init__(self, rank: int, settings: ProtocolSettings, model: SharedModel) -> None:
         super().__init__(rank, settings, model)

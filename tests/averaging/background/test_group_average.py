@@ -19,7 +19,7 @@ from group_support.own_messages import (
 from group_support.world import GENERATION, SERVE, Schedule, World
 from offbeat.arithmetic.groups import VersionGroup, group_of_version
 from offbeat.averaging.background.deadlines import DeadlineRule
-from offbeat.averaging.background.group_average import serve
+from offbeat.averaging.background.group_average import RoundManager
 from offbeat.averaging.background.interface import (
     Contribution,
     Piece,
@@ -400,7 +400,7 @@ def test_a_world_of_one_averages_with_itself() -> None:
     for version in (0, 1, 0, 1):
         solo.start(Post(arrive(version, generation=GENERATION)), SERVE)
     solo.start(Post(finish(generation=GENERATION)), SERVE)
-    counts = solo.run(serve(0, settings_of(1), port), SERVE)
+    counts = solo.run(RoundManager(0, settings_of(1), port).serve(), SERVE)
     assert counts == ProtocolCounts(stopped={0})
     assert [outcome.version for outcome in port.outcomes] == [0, 1]
     for outcome in port.outcomes:
@@ -415,7 +415,7 @@ def answer_to(message: Payload) -> tuple[ProtocolCounts | OffbeatError, Recorder
 
     def work() -> Collective[ProtocolCounts]:
         yield Post(finish(generation=GENERATION))
-        return (yield from serve(0, settings_of(2), port))
+        return (yield from RoundManager(0, settings_of(2), port).serve())
 
     def intrude() -> Collective[ProtocolCounts]:
         yield Send(0, message)
@@ -497,7 +497,7 @@ def test_a_message_from_outside_the_group_is_an_error() -> None:
         yield Post(b"")
         return ProtocolCounts()
 
-    work = [serve(0, settings, Recorder(np.ones(4, np.float32))), intrude(), idle()]
+    work = [RoundManager(0, settings, Recorder(np.ones(4, np.float32))).serve(), intrude(), idle()]
     outcome = cluster.outcomes(work, channel=SERVE)[0]
     assert isinstance(outcome, WireError)
     assert "same options" in str(outcome)
@@ -517,7 +517,7 @@ def test_ranks_that_wait_for_all_at_different_versions_do_not_wait_for_ever() ->
         for version in versions:
             yield Post(arrive(version, generation=GENERATION))
         yield Post(finish(generation=GENERATION))
-        return (yield from serve(rank, settings, ports[rank]))
+        return (yield from RoundManager(rank, settings, ports[rank]).serve())
 
     cluster.run([work(0, (1,)), work(1, (0, 1))], channel=SERVE)
     for port in ports:
@@ -555,7 +555,10 @@ def test_a_rank_that_has_passed_a_version_does_not_count_for_ranks_that_have_not
 
     for rank, (version, when_s) in enumerate([(5, 1.0), (0, 2.0), (0, 50.0)]):
         cluster.begin(rank, arrivals(version, when_s), channel=SERVE)
-    cluster.run([serve(rank, settings, port) for rank, port in enumerate(ports)], channel=SERVE)
+    cluster.run(
+        [RoundManager(rank, settings, port).serve() for rank, port in enumerate(ports)],
+        channel=SERVE,
+    )
     for port in ports:
         first = next(outcome for outcome in port.outcomes if outcome.version == 0)
         assert port.closed_at_s[0] == 50.0
@@ -585,7 +588,9 @@ def fetch_from_peers(
         for post in [*posts, finish(generation=GENERATION)]:
             yield Post(post)
         return (
-            yield from serve(rank, replace(settings_of(3, rank=rank), num_counters=2), ports[rank])
+            yield from RoundManager(
+                rank, replace(settings_of(3, rank=rank), num_counters=2), ports[rank]
+            ).serve()
         )
 
     for rank in dead:
@@ -626,5 +631,5 @@ def test_a_rank_is_told_once_that_its_model_is_final() -> None:
         finish(generation=GENERATION),
     ):
         solo.start(Post(message), SERVE)
-    assert solo.run(serve(0, settings_of(1), port), SERVE).stopped == {0}
+    assert solo.run(RoundManager(0, settings_of(1), port).serve(), SERVE).stopped == {0}
     assert port.num_finals == 1

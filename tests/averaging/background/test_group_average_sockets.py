@@ -12,7 +12,7 @@ import pytest
 
 from group_support.own_messages import arrive, fetch_model, finish
 from offbeat.arithmetic.groups import group_of_version
-from offbeat.averaging.background.group_average import serve
+from offbeat.averaging.background.group_average import RoundManager
 from offbeat.averaging.background.interface import (
     Contribution,
     Piece,
@@ -130,7 +130,9 @@ def test_five_ranks_keep_their_mean(mesh: list[Peers], num_elements: int) -> Non
             group_of=partial(group_of_version, rank=rank, members=members, group_size=3, period=4),
         )
         threads.append(
-            threading.Thread(target=mesh[rank].run, args=(serve(rank, settings, trainer), CHANNEL))
+            threading.Thread(
+                target=mesh[rank].run, args=(RoundManager(rank, settings, trainer).serve(), CHANNEL)
+            )
         )
         threads.append(threading.Thread(target=trainer.train, args=(6,)))
     for thread in threads:

@@ -22,7 +22,7 @@ from offbeat.averaging.background.interface import (
 from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat.strategies.adpsgd import serve
+from offbeat.strategies.adpsgd import PairMember
 from offbeat.transport.operations import Collective, Now, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
 
@@ -172,7 +172,7 @@ def play(
         cluster.begin(rank, train(rank), channel=SERVE)
     partners = partners or [[(rank + 1) % world_size] for rank in range(world_size)]
     work = [
-        serve(rank, settings_of(rank, world_size, partners[rank]), port)
+        PairMember(rank, settings_of(rank, world_size, partners[rank]), port).serve()
         for rank, port in enumerate(ports)
     ]
     return cluster.outcomes(work, channel=SERVE)
@@ -290,7 +290,9 @@ def test_a_world_of_one_keeps_what_it_has() -> None:
         finish(generation=GENERATION),
     ):
         solo.start(Post(message), SERVE)
-    assert solo.run(serve(0, settings_of(0, 1, []), port), SERVE) == ProtocolCounts(stopped={0})
+    assert solo.run(PairMember(0, settings_of(0, 1, []), port).serve(), SERVE) == ProtocolCounts(
+        stopped={0}
+    )
     assert [(outcome.version, outcome.pieces) for outcome in port.outcomes] == [(0, ())]
 
 
@@ -327,7 +329,7 @@ def test_a_message_that_cannot_be_right_is_one_clear_error(
         return ProtocolCounts()
 
     outcome = cluster_of(2).outcomes(
-        [serve(0, settings_of(0, 2, [1]), port), intrude()], channel=SERVE
+        [PairMember(0, settings_of(0, 2, [1]), port).serve(), intrude()], channel=SERVE
     )[0]
     assert isinstance(outcome, WireError)
     assert complaint in str(outcome)

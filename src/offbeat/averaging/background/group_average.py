@@ -8,8 +8,9 @@ No rank waits for one that computes. What happens at a rank in version t:
     the trainer arrives later:       it sends nothing, and finds the average of t in its model
     all contributions are here:      they are averaged by weight and merged
 
-Each rank runs one collective, `serve`, in a thread beside its trainer for as long as the generation
-lasts. `serve` asks the `SharedModel` of its rank for contributions and hands it the averages.
+Each rank runs one collective, `RoundManager.serve`, in a thread beside its trainer for as long as
+the generation lasts. It asks the `SharedModel` of its rank for contributions and hands it the
+averages.
 
 Differences from the paper:
 - The world and the groups may have any size, and members may be late, stop or die. Every average
@@ -49,12 +50,11 @@ from typing import Literal, TypeAlias
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.deadlines import DeadlineRule, deadline_s
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings, VersionResult
-from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
+from offbeat.averaging.background.protocol_member import ProtocolMember
 from offbeat.averaging.background.rounds import DirectRound, GroupRound, ScatteredRound
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import WireError
-from offbeat.transport.operations import Collective
 
 Phase: TypeAlias = Literal["arrivals", "contributions", "averages"]
 """What a round waits for: that enough members arrive, that all contribute, or that the owners of
@@ -63,24 +63,6 @@ regions send their averages.
 
 _MAX_DIRECT_GROUP = 64
 _REMEMBERED_VERSIONS = 4096
-
-
-def serve(rank: int, settings: ProtocolSettings, model: SharedModel) -> Collective[ProtocolCounts]:
-    """Take part in group averages on behalf of `rank` throughout a generation.
-
-    The caller must close the driver after this has returned, because a peer that is cut off from
-    this rank may still be waiting for it.
-
-    Args:
-        rank: one of `settings.members`.
-        settings: what the members agree on.
-        model: gives this rank's contributions and receives the averages.
-
-    Raises:
-        WireError: a message is corrupt, or its sender trains another model. No average was merged
-            because of it.
-    """
-    return run_member(RoundManager(rank, settings, model))
 
 
 class RoundManager(ProtocolMember):

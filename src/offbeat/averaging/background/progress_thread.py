@@ -19,13 +19,14 @@ from typing_extensions import override
 
 from offbeat.averaging.background.interface import Contribution, ProtocolCounts, ProtocolSettings
 from offbeat.averaging.background.merge_rules import fragments
+from offbeat.averaging.background.protocol_member import ProtocolMember
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters, MessageKind, ModelMessage
 from offbeat.collectives.weighted_mean import Elements
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
-from offbeat.transport.operations import Collective, Operation, Post
+from offbeat.transport.operations import Operation, Post
 
 CHANNEL = 1 << 32
 """The channel of the protocol. A generation's mesh carries nothing else."""
@@ -48,10 +49,8 @@ of a busy processor for each level, so three times as much for five.
 _ASK_AGAIN_S = 0.05
 
 
-AveragingProtocol: TypeAlias = Callable[
-    [int, ProtocolSettings, SharedModel], Collective[ProtocolCounts]
-]
-"""A protocol that averages on behalf of a rank, as `group_average.serve` does."""
+MakeMember: TypeAlias = Callable[[int, ProtocolSettings, SharedModel], ProtocolMember]
+"""Makes what takes part in a protocol on behalf of a rank, as `group_average.RoundManager` does."""
 
 
 class ProgressThread:
@@ -59,7 +58,7 @@ class ProgressThread:
 
     Args:
         model: this rank's.
-        serve: the protocol.
+        member: makes that of a generation.
         settings: what a generation's members agree on, as the member at a position of it sees it.
         count: puts a wrapper that counts traffic around a generation's driver.
         notify: writes a remark for the user.
@@ -72,7 +71,7 @@ class ProgressThread:
         self,
         model: SharedModel,
         *,
-        serve: AveragingProtocol,
+        member: MakeMember,
         settings: Callable[[Generation, int], ProtocolSettings],
         count: Callable[[Driver], Driver],
         notify: Callable[[str], None],
@@ -80,7 +79,7 @@ class ProgressThread:
         yields: bool = False,
     ) -> None:
         self._model = model
-        self._serve = serve
+        self._member = member
         self._settings = settings
         self._count = count
         self._notify, self._name_of = notify, name_of
@@ -282,7 +281,7 @@ class ProgressThread:
             # the new one starts.
             self._model.begin_generation()
             served = self._current = ServedGeneration(
-                generation, position, counted, settings, self._serve, self._model, self._yields
+                generation, position, counted, settings, self._member, self._model, self._yields
             )
             if self._stopped_stepping:
                 served.post(MessageKind.STOP_STEPPING)
@@ -356,7 +355,7 @@ class ServedGeneration:
     position: int
     driver: Driver
     settings: ProtocolSettings
-    serve: AveragingProtocol
+    member: MakeMember
     model: SharedModel
     yields: bool
 
@@ -366,7 +365,7 @@ class ServedGeneration:
         self._have_no_model: set[int] = set()
         self._model_source: int | None = None
         self.model.on_missing_model = self._on_missing_model
-        work = self.serve(self.position, self.settings, self.model)
+        work = self.member(self.position, self.settings, self.model).serve()
         pending = Pending(self._stoppable, work, CHANNEL)
         self.join = self._stoppable.beside(
             partial(self._run, pending),

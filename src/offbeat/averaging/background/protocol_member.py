@@ -1,6 +1,6 @@
 """What both averaging protocols have in common: one rank's member of a generation.
 
-A `ProtocolMember` takes messages and times and gives messages; `run_member` carries them over a
+A `ProtocolMember` takes messages and times and gives messages; its `serve` carries them over a
 driver. The member keeps account of the peers that have stopped, have finished or are dead, and
 answers requests for models. What it does with arrivals, chunks and averages is the business of the
 two subclasses, `group_average.RoundManager` and `strategies.adpsgd.PairMember`.
@@ -67,6 +67,37 @@ class ProtocolMember(ABC):
         self._fetches_final_models = self._said_final = False
         self._finished: set[int] = set()
         self._find_live_peers()
+
+    def serve(self) -> Collective[ProtocolCounts]:
+        """Take part on behalf of the rank throughout a generation.
+
+        The caller must close the driver after this has returned, because a peer that is cut off
+        from this rank may still be waiting for it.
+
+        Raises:
+            WireError: a message is corrupt, or its sender trains another model. No average was
+                merged because of it.
+        """
+        now_s = yield Now()
+        while True:
+            yield from _send(self.take_outgoing())
+            if self.done:
+                return self.counts
+            event: Callable[[float], None]
+            try:
+                event = partial(
+                    self.receive, *(yield RecvAny(self.sources, self.time_left_s(now_s)))
+                )
+            except PeerTimeoutError:
+                event = self.on_deadline
+            except PeerError as error:
+                if error.rank is None:
+                    raise
+                event = partial(self.mark_dead, error.rank)
+            # One look at the clock for each event is enough: what follows it takes next to no time.
+            now_s = yield Now()
+            event(now_s)
+            del event  # with a message that may be as large as the model
 
     @property
     def done(self) -> bool:
@@ -249,30 +280,7 @@ class ProtocolMember(ABC):
         self._model.receive_model(sender, model if has_values else None)
 
 
-def run_member(member: ProtocolMember) -> Collective[ProtocolCounts]:
-    """Carry messages to and from `member` until it is done."""
-    now_s = yield Now()
-    while True:
-        yield from _send(member.take_outgoing())
-        if member.done:
-            return member.counts
-        event: Callable[[float], None]
-        try:
-            event = partial(
-                member.receive, *(yield RecvAny(member.sources, member.time_left_s(now_s)))
-            )
-        except PeerTimeoutError:
-            event = member.on_deadline
-        except PeerError as error:
-            if error.rank is None:
-                raise
-            event = partial(member.mark_dead, error.rank)
-        # One look at the clock for each event is enough: what follows it takes next to no time.
-        now_s = yield Now()
-        event(now_s)
-        del event  # with a message that may be as large as the model
-
-
 def _send(messages: Sequence[tuple[int, Payload]]) -> Collective[None]:
+    """Apart, so that no message, which may be as large as the model, is held any longer."""
     for peer, message in messages:
         yield Send(peer, message)
