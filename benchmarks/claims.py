@@ -167,7 +167,7 @@ def gtopk_over_topk() -> Finding:
 
 def gtopk_measured() -> Finding:
     step = figure("links", "cases", "1000 Mbit/s: ddp over gtopk, seconds a step (namespaces)")
-    slow = figure("links", "cases", "100 Mbit/s: ddp over gtopk, seconds a step")
+    slow = figure("links", "cases", "100 Mbit/s: ddp over gtopk, seconds a step (namespaces)")
     return Finding(
         ours=f"measured {told('at 1 Gbit/s', step)}, {told('at 100 Mbit/s', slow)}",
         holds=step.interval is not None and step.interval[0] > 1,

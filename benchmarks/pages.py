@@ -28,6 +28,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from _results import (
@@ -79,10 +80,9 @@ def written(page: Path) -> str:
             raise PageError(f"{page.name} asks for {name}/{title}, which no result file has")
         opening = mark[0].partition("\n")[0]
         # What tables above say of commands, or of the machine, need not be said again.
-        lines = _commands(results, told)
-        lines += [machine for machine in _machines(results) if machine not in told]
-        told.update(_measured_by(result.origin) for result in results)
-        told.update(_machines(results))
+        lines = [*_commands(results, told), *_machines(results, told)]
+        for result in results:
+            told.update((_measured_by(result.origin), _measured_on(result.origin)))
         below = [line for text in lines for line in _wrapped(f"- {text}", "  ")]
         return "\n".join([opening, *_table(results), "", *below, *[""] * bool(below), _END])
 
@@ -172,9 +172,16 @@ def _commands(results: Sequence[Result], told: Collection[str]) -> list[str]:
     ]
 
 
-def _machines(results: Sequence[Result]) -> list[str]:
-    """What a table was measured on, and when."""
-    return [*dict.fromkeys(f"{_measured_on(result.origin)}." for result in results)]
+def _machines(results: Sequence[Result], told: Collection[str]) -> list[str]:
+    """What a table was measured on, and when, but for what is `told` already."""
+    dates: dict[str, list[str]] = {}
+    for origin in (result.origin for result in results):
+        if _measured_on(origin) not in told:
+            dates.setdefault(_measured_on(replace(origin, date="")), []).append(origin.date)
+    return [
+        ", ".join(filter(None, (machine, " and ".join(sorted({*those} - {""}))))) + "."
+        for machine, those in dates.items()
+    ]
 
 
 def _cases(results: Sequence[Result]) -> list[str]:

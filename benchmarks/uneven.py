@@ -557,12 +557,12 @@ def scaling(seeds: Sequence[int], epochs: int, step_s: float, keep: Path) -> Ite
             noun = "worker" if workers == 1 else "workers"
             cell = partial(Figure, table=SCALING, case=f"{label}, {workers} {noun}")
             yield cell(column="step, ms", value=_mean(measures["step_s"], 1e3), decimals=1)
-            for column, name, decimals in (
-                ("steps to the target", "steps_to_target", 0),
-                ("seconds to the target", "time_to_target_s", 1),
-                ("precision in the end", "final_metric", 4),
-            ):
-                yield cell(column=column, value=_known(measures[name]), decimals=decimals)
+            steps_to, time_to = measures["steps_to_target"], measures["time_to_target_s"]
+            yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
+            yield cell(column="seconds to the target", value=_known(time_to), decimals=1)
+            yield cell(
+                column="precision in the end", value=_known(measures["final_metric"]), decimals=4
+            )
 
 
 def _request(

@@ -10,7 +10,7 @@ import torch
 
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally, is_finite
-from offbeat.codec.weightless import WeightlessWire
+from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
@@ -52,7 +52,7 @@ def test_a_bucket_without_elements_is_simulated(
     arithmetic = WeightlessWire(wire=wire, num_places=0)
     results = VirtualCluster(world_size, weightless=True).run(
         [
-            collective(rank, world_size, arithmetic.picked(0), TALLY, 1, arithmetic)
+            collective(rank, world_size, WeightlessSparse(0.0, 0), TALLY, 1, arithmetic)
             for rank in range(world_size)
         ]
     )
@@ -75,7 +75,7 @@ def test_each_rank_sends_the_bytes_of_a_real_exchange(
     simulated = VirtualCluster(WORLD_SIZE, weightless=True)
     simulated.run(
         [
-            collective(rank, WORLD_SIZE, arithmetic.picked(K), TALLY, K, arithmetic)
+            collective(rank, WORLD_SIZE, WeightlessSparse(K, num_places), TALLY, K, arithmetic)
             for rank in range(WORLD_SIZE)
         ]
     )
@@ -94,7 +94,7 @@ def test_a_message_has_the_length_of_a_real_one(num_pairs: int) -> None:
         num_elements=wire.num_elements,
     )
     arithmetic = WeightlessWire(wire=wire, num_places=wire.num_elements)
-    simulated, _ = arithmetic.encode(arithmetic.picked(indices.size), TALLY)
+    simulated, _ = arithmetic.encode(WeightlessSparse(indices.size, wire.num_elements), TALLY)
     assert len(simulated) == pytest.approx(len(wire.encode(entries, TALLY)[0]), rel=0.05)
 
 

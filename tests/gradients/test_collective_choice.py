@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
+from offbeat.callbacks.context import Notices
 from offbeat.gradients.collective_choice import (
     REPEATS,
     SMALL_BYTES,
@@ -25,12 +26,13 @@ BUCKET = BucketKind(num_elements=1_000_000, element_bytes=4)
 
 
 @pytest.mark.parametrize(
-    ("dense_s_per_byte", "name", "level"), [(1e-12, "dense", "notify"), (1e-6, "sparse", "inform")]
+    ("dense_s_per_byte", "name", "level"), [(1e-12, "dense", "WARNING"), (1e-6, "sparse", "INFO")]
 )
 def test_the_choice_is_said_once_whichever_it_is(
-    dense_s_per_byte: float, name: str, level: str
+    dense_s_per_byte: float, name: str, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said: list[tuple[str, str]] = []
+    caplog.set_level("INFO", "offbeat")
+    notices = Notices(0)
     choice = CheapestCollective(
         NetworkCosts(
             messages=LinkCost(alpha_s=1e-4, beta_s_per_byte=1e-9),
@@ -38,13 +40,12 @@ def test_the_choice_is_said_once_whichever_it_is(
             select_s_per_element=1e-9,
         ),
         world_size=4,
-        notify=lambda remark: said.append(("notify", remark)),
-        inform=lambda remark: said.append(("inform", remark)),
+        notices=notices,
     )
     chosen = {choice.choose(BUCKET, k) for k in (1000, 1000, 1001)}
     assert len(chosen) == 1
     assert (chosen == {"dense"}) == (name == "dense")
-    [(how, remark)] = said
+    [record], [remark] = caplog.records, notices.kept
     # Whoever wants to see what sparse messages do is told how to have them.
     others = {
         other
@@ -52,7 +53,7 @@ def test_the_choice_is_said_once_whichever_it_is(
         if f'pass collective="{other}"' in remark
     }
     assert len(others) == (name == "dense")
-    assert how == level
+    assert record.levelname == level
     assert f'collective="auto" chose {chosen.pop()} for 1,000,000 elements' in remark
     assert remark.count(" ms") == 3
 

@@ -32,7 +32,6 @@ from offbeat.gradients.density import (
     Warmup,
     affordable_density,
 )
-from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.transport.single_rank import SingleRank
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -138,9 +137,7 @@ def auto_density(cheapest: CheapestCollective, clock: Clock, remarks: list[str])
     context = Context(
         parameters={}, driver=Timed(clock), new_stream=stream_counter(), notices=notices
     )
-    return MeasuredDensity(
-        cheapest, context, gradient=GRADIENT, warmup=None, counts=ExchangeCounts()
-    )
+    return MeasuredDensity(cheapest, context, gradient=GRADIENT, warmup=None)
 
 
 def test_it_follows_the_time_between_exchanges() -> None:
@@ -229,7 +226,7 @@ def test_what_knows_no_costs_refuses_it() -> None:
 
 
 def test_stages_last_as_long_as_they_say() -> None:
-    for warmup in (Warmup.of([(1.0, 2), [0.25, 3]]), Warmup.read("1.0x2+0.25x3")):
+    for warmup in (Warmup.of([(1.0, 2), [0.25, 3]]), Warmup.of("1.0x2+0.25x3")):
         densities = [warmup.density_at(step, 0.01) for step in range(7)]
         assert densities == [1.0, 1.0, 0.25, 0.25, 0.25, 0.01, 0.01]
 

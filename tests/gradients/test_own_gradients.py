@@ -4,6 +4,8 @@ Reptile do, and ranks that have run out of batches.
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -108,6 +110,69 @@ def test_a_rank_without_a_batch_clips_the_mean_of_the_others(strategy: Strategy)
     wanted, _ = results_of(2, partial(job, joins=True))
     for found in results_of(2, partial(job, joins=False)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.AllReduce(), offbeat.DeAR()], ids=lambda each: each.name
+)
+def test_the_norm_that_is_asked_for_after_a_step_is_that_of_its_gradient(
+    strategy: Strategy,
+) -> None:
+    def job(driver: ThreadDriver) -> tuple[list[bool], int]:
+        model, same = make_model(), list[bool]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(3):
+                loss_of(model, driver.rank, step).backward()
+                norm = session.clip_grad_norm_(math.inf)
+                optimizer.step()
+                same.append(bool(norm) and bool(session.clip_grad_norm_(math.inf) == norm))
+                optimizer.zero_grad()
+            return same, session.stats.exchanges
+
+    assert results_of(2, job) == [([True] * 3, 3)] * 2
+
+
+def test_a_rank_without_a_batch_takes_part_in_full_precision_where_it_clips_in_autocast() -> None:
+    def job(driver: ThreadDriver, *, autocasts: bool) -> torch.Tensor:
+        model = torch.nn.Linear(64, 64, bias=False)
+        model.weight.data.fill_(1 / 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with session_on(driver, model, optimizer, offbeat.PowerSGD(rank=1)) as session:
+            for step in range(3):
+                if step % 2 == driver.rank:
+                    draw = torch.Generator().manual_seed(step)
+                    model(torch.randn(3, 64, generator=draw)).square().sum().backward()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocasts):
+                    session.clip_grad_norm_(0.5)
+                    optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    wanted = results_of(2, partial(job, autocasts=False))
+    torch.testing.assert_close(results_of(2, partial(job, autocasts=True)), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.DeAR(), offbeat.GTopK(collective="tree")], ids=lambda each: each.name
+)
+def test_a_loop_that_clips_after_each_accumulated_pass_exchanges_once_in_a_step(
+    strategy: Strategy,
+) -> None:
+    def job(driver: ThreadDriver) -> int:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(3):
+                for context in (session.no_sync(), session.no_sync(), nullcontext()):
+                    with context:
+                        loss_of(model, driver.rank, step).backward()
+                    session.clip_as_loop_does(0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+            return session.stats.exchanges
+
+    assert results_of(2, job) == [3, 3]
 
 
 @pytest.mark.parametrize("collective", ["tree", "all_gather"])

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.parameter_groups import GroupRanges, OwedRate, rates_of
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
 
 
 def four_parameters() -> tuple[Bucket, torch.optim.Optimizer]:
@@ -19,11 +20,7 @@ def four_parameters() -> tuple[Bucket, torch.optim.Optimizer]:
 
 
 def follower(bucket: Bucket, optimizer: torch.optim.Optimizer) -> OwedRate:
-    return OwedRate(
-        GroupRanges(bucket, optimizer),
-        rates=lambda: rates_of(optimizer),
-        leads_to_plain_steps=lambda: True,
-    )
+    return OwedRate(GroupRanges(bucket, optimizer), GradientTransform(optimizer))
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:

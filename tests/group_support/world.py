@@ -39,7 +39,6 @@ from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.strategies import adpsgd
 from offbeat.transport.driver import Counting, Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
-from offbeat_lab.emulation.delaying import Raised
 
 SERVE, TRAIN = 1 << 32, 2 << 32
 GENERATION = 3
@@ -105,7 +104,7 @@ class Cut(Wrapper):
             case Send(peer, _) if self._is_cut(peer):
                 return Finished()
             case RecvAny(peers, _) if gone := sorted(filter(self._is_cut, peers)):
-                return Raised(PeerError("cut off", rank=gone[0]))
+                return Finished(error=PeerError("cut off", rank=gone[0]))
         return self.inner.start(operation, channel)
 
     def _is_cut(self, peer: int) -> bool:

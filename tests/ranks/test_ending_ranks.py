@@ -60,8 +60,8 @@ def ended_with_the_best(rank: int, world_size: int) -> dict[str, list[float]]:
         for by_framework in (True, False):
             net = make_net()
             optimizer = sgd(net)
-            session = offbeat.attach(net, optimizer, strategy)
-            running = FrameworkSession(session, net, optimizer) if by_framework else session
+            attach = FrameworkSession if by_framework else offbeat.attach
+            running = attach(net, optimizer, strategy)
             train(net, optimizer, rank, range(4))
             ones = {name: each.new_ones(each.shape) for name, each in net.state_dict().items()}
             net.load_state_dict(ones)

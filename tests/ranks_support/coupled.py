@@ -13,14 +13,15 @@ from typing_extensions import override
 
 from offbeat.run.config import ScriptCommand
 from offbeat.run.coordination import serve_store, store_environment
-from offbeat.run.coupling import ModelListener, ScriptSessions
+from offbeat.run.coupling import ScriptSessions
+from offbeat.run.recording import ScriptRecorder
 from offbeat.run.worker import patched_for, run_as_main
 from offbeat_lab.attaching import script_recipe
 from offbeat_lab.options import build_strategy, parse_spec
 from ranks_support.launch import RunRanks
 
 
-class Coupled(ModelListener):
+class Coupled(ScriptRecorder):
     """Counts the sessions of the block, once it has been left, and the passes of which a loss was
     seen.
     """
@@ -40,7 +41,7 @@ def coupled_to(strategy: Any) -> Iterator[Coupled]:
     """
     named = isinstance(strategy, str)
     recipe = script_recipe(build_strategy(*parse_spec(strategy)) if named else strategy)
-    found = Coupled()
+    found = Coupled(lambda: None, lambda report: None, stop_after=None)
     sessions = ScriptSessions(recipe, found)
     with patched_for(recipe, sessions):
         yield found

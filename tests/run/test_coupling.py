@@ -34,7 +34,6 @@ from offbeat.run.coordination import Coordinator
 from offbeat.run.coupling import (
     STATE_KEY,
     CarriedStates,
-    ModelListener,
     ScriptSessions,
     share_of,
 )
@@ -49,10 +48,11 @@ from offbeat_lab.records import Record
 from thread_support.world import results_of, session_on
 
 
-class Sessions(ModelListener):
+class Sessions(ScriptRecorder):
     """The sessions that were attached, with their models."""
 
     def __init__(self) -> None:
+        super().__init__(lambda: None, lambda report: None, stop_after=None)
         self.sessions: list[Session] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.losses: list[float] = []

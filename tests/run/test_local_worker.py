@@ -114,7 +114,7 @@ def test_a_script_that_trains_nothing_is_told_so_and_one_that_trains_alone_what_
     config = script_config(script_command([str(script)]), "gtopk", workers=1)
     reports: list[Report] = []
     recorder = ScriptRecorder(lambda: None, reports.append, stop_after=None)
-    recipe = recipe_for(config.strategy, config.strategy_options)
+    recipe = recipe_for(config)
     assert carry_out(config, recipe, recorder, reports.append, rank=0) == 1
     (failure,) = reports
     assert isinstance(failure, Failure)

@@ -13,10 +13,9 @@ from offbeat.errors import ConfigError, PeerError, UnsupportedError
 from offbeat.session import attach as attach_module
 from offbeat.session.agreement import describe
 from offbeat.transport.connect import Connection
-from offbeat.transport.driver import Driver, Ticket, Wrapper
+from offbeat.transport.driver import Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import DenseOperation, Operation, Recv
 from offbeat.transport.peers import Peers
-from offbeat_lab.emulation.delaying import Raised
 
 VICTIM = 1
 
@@ -26,7 +25,7 @@ class Broken(Wrapper):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         if isinstance(operation, DenseOperation):
-            return Raised(PeerError(f"rank {VICTIM} is dead", rank=VICTIM))
+            return Finished(error=PeerError(f"rank {VICTIM} is dead", rank=VICTIM))
         return super().start(operation, channel)
 
 

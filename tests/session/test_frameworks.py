@@ -362,10 +362,7 @@ def test_a_framework_takes_a_name_with_options_and_tells_a_strategy_its_norm() -
 def test_a_rank_that_runs_out_of_batches_inside_a_join_says_so() -> None:
     model = make_model()
     ddp, optimizer = DistributedDataParallel(model), sgd(model)
-    running = FrameworkSession(
-        offbeat.attach(model, optimizer, offbeat.AllReduce()), model, optimizer
-    )
-    with running:
+    with FrameworkSession(model, optimizer, offbeat.AllReduce()) as running:
         running.silence(ddp)
         with pytest.raises(UnsupportedError, match="runs out of batches before its peers"):
             ddp.join_hook().main_hook()

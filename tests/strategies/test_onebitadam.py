@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from typing_extensions import override
 
 import offbeat
 from conformance_support.lent import lent
@@ -25,9 +24,7 @@ FREEZE, NUM_STEPS = 3, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Lossless(offbeat.OneBitAdam):
-    @override
-    def values(self) -> ValueCodec:
-        return VALUE_CODECS["float32"]
+    values: ClassVar[ValueCodec] = VALUE_CODECS["float32"]
 
 
 class Net(torch.nn.Module):

@@ -25,9 +25,7 @@ FREEZE, PERIOD, KEPT, DECAY = 4, 3, 0.3, 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessOneBitAdam(offbeat.OneBitAdam):
-    @override
-    def values(self) -> ValueCodec:
-        return VALUE_CODECS["float32"]
+    values: ClassVar[ValueCodec] = VALUE_CODECS["float32"]
 
 
 @dataclass(frozen=True, kw_only=True)

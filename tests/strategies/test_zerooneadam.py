@@ -245,6 +245,26 @@ def test_a_loop_that_writes_into_parameters_between_averages_is_warned(clips: bo
     assert [len(each) for each in found] == [clips, clips]
 
 
+@pytest.mark.parametrize(("at", "is_undone"), [(9, False), (10, True), (13, True)])
+def test_a_model_that_is_loaded_is_kept_after_an_average_and_else_said_to_be_undone(
+    at: int, is_undone: bool
+) -> None:
+    def job(driver: ThreadDriver) -> tuple[bool, bool]:
+        net = Net()
+        optimizer = optimizer_of(net, decoupled=True)
+        with session_on(driver, net, optimizer, Often(**OPTIONS)) as session:
+            for step in range(at + 1):
+                if step == at:
+                    net.load_state_dict({"weight": torch.full(SHAPE, 9.0)})
+                step_of(net, optimizer, driver.rank, step)
+            is_kept = bool((net.weight - 9).abs().max() < 1)
+            return is_kept, any("was written is undone" in each for each in session.notices)
+
+    with pytest.warns(OffbeatWarning, match="undone") if is_undone else nullcontext():
+        found = results_of(2, job)
+    assert found == [(not is_undone, is_undone)] * 2
+
+
 def test_what_no_rank_uses_does_not_fade_and_the_user_hears_how_much_that_is() -> None:
     def job(driver: ThreadDriver) -> tuple[torch.Tensor, list[str]]:
         net = torch.nn.ModuleList([Net(), Net()])

@@ -23,7 +23,6 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat_lab.emulation.delaying import Raised
 
 Action = Literal["raise", "drop", "corrupt", "kill"]
 
@@ -84,8 +83,8 @@ class Failing(Wrapper):
         if fault.action == "drop":
             return Finished()
         name = fault.operation.__name__
-        return Raised(
-            PeerError(
+        return Finished(
+            error=PeerError(
                 f"scripted fault: {name} of rank {self.rank} failed in step {self.step}",
                 rank=self.rank,
             )

@@ -63,7 +63,7 @@ def exponential_hops(world_size: int, out_degree: int) -> list[int]:
 
 
 def exponential_peers(
-    rank: int, world_size: int, *, round_number: int, out_degree: int
+    rank: int, world_size: int, round_number: int, *, out_degree: int
 ) -> GossipPeers:
     """The neighbours of `rank` in a round of the directed exponential graph (arXiv 1811.10792,
     appendix A).

@@ -7,10 +7,9 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import cycle
-from math import inf
 from typing import (
     Annotated,
     Any,
@@ -24,6 +23,8 @@ from typing import (
     get_type_hints,
 )
 
+from offbeat.codec.described_options import NotNegative, Range
+
 T = TypeVar("T")
 
 _Reader: TypeAlias = Callable[[Any], Any]
@@ -35,15 +36,7 @@ _MOST = 1 << 63
 """Numbers are below it, so that arrays can hold them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Between:
-    """Stands in an annotation: `Annotated[int, Between(0, 9)]`."""
-
-    least: int
-    most: float = inf
-
-
-Count: TypeAlias = Annotated[int, Between(0)]
+Count: TypeAlias = NotNegative
 """How many, or which one."""
 
 
@@ -130,11 +123,11 @@ def _mapping_of(kind: Any, item_kind: Any) -> _Reader:
     return read
 
 
-def _bounded(reader: _Reader, bounds: Between) -> _Reader:
+def _bounded(reader: _Reader, bounds: Range) -> _Reader:
     def read(value: Any) -> Any:
         number = reader(value)
-        if not bounds.least <= number <= bounds.most:
-            raise ValueError(f"{number!r} is not between {bounds.least} and {bounds.most}")
+        if not bounds.has(number):
+            raise ValueError(f"{number!r} is no number {bounds.words}")
         return number
 
     return read

@@ -200,12 +200,11 @@ class ModelMessage:
             )
         kind, flags, code, bits, generation, version, step, *rest = _HEAD.unpack_from(data)
         weight, participants, num_elements, begin, num_values, num_notes, num_counters = rest
-        is_rounded, dtype = code >= _ROUNDED, _DTYPES.get(code % _ROUNDED)
+        is_rounded, dtype = code >= _ROUNDED, _DTYPES[code % _ROUNDED]
         if (
             flags > 3
             or kind not in MessageKind._value2member_map_
             or code >= 2 * _ROUNDED
-            or dtype is None
             or ((is_rounded or bits) and not num_values)
             or (is_rounded and bits)
         ):

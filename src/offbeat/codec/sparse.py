@@ -16,10 +16,10 @@ Python's negative ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import SupportsIndex, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -55,6 +55,10 @@ class Sparse:
     def __len__(self) -> int:
         return self.indices.size
 
+    def __getitem__(self, which: slice | NDArray[np.generic]) -> Sparse:
+        """Some of the pairs, by their places or by a mask; a slice copies nothing."""
+        return replace(self, indices=self.indices[which], values=self.values[which])
+
     @classmethod
     def empty(cls, num_elements: int, dtype: DTypeLike) -> Sparse:
         return cls(
@@ -79,11 +83,7 @@ class Sparse:
         return dense
 
     def scaled(self, factor: float) -> Sparse:
-        return Sparse(
-            indices=self.indices,
-            values=self.values * self.values.dtype.type(factor),
-            num_elements=self.num_elements,
-        )
+        return replace(self, values=self.values * self.values.dtype.type(factor))
 
 
 def add(a: Sparse, b: Sparse) -> Sparse:
@@ -93,7 +93,7 @@ def add(a: Sparse, b: Sparse) -> Sparse:
     if not len(b):
         return a
     total = _room_for(len(a) + len(b), a)
-    return _pairs(total, a, end=_add_sorted((a.indices, a.values), (b.indices, b.values), total))
+    return total[: _add_sorted(_pairs(a), _pairs(b), _pairs(total))]
 
 
 def add_all(sparses: Sequence[Sparse]) -> Sparse:
@@ -132,21 +132,20 @@ def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
         kth = np.partition(bits & mask, bits.size - k)[bits.size - k]
     else:
         kth = mask ^ mask if k else mask  # below or above every magnitude
-    split = indices, values = _room_for(len(sparse) + 1, sparse)
+    split = _room_for(len(sparse) + 1, sparse)
     num_kept, num_others = _split_largest(
-        sparse.indices, bits, mask, kth, k, indices, bits_of(values)
+        sparse.indices, bits, mask, kth, k, split.indices, bits_of(split.values)
     )
-    kept = _pairs(split, sparse, end=num_kept)
-    return kept, _pairs(split, sparse, begin=k, end=k + num_others)
+    return split[:num_kept], split[k : k + num_others]
 
 
 def split_common(sparse: Sparse, other: Sparse) -> tuple[Sparse, Sparse]:
     """The pairs of `sparse` whose index is in `other` too, and its others."""
     inside, outside = _room_for(len(sparse), sparse), _room_for(len(sparse), sparse)
     num_inside, num_outside = _split_common(
-        (sparse.indices, sparse.values), other.indices, inside, outside
+        _pairs(sparse), other.indices, _pairs(inside), _pairs(outside)
     )
-    return _pairs(inside, sparse, end=num_inside), _pairs(outside, sparse, end=num_outside)
+    return inside[:num_inside], outside[:num_outside]
 
 
 def partition(sparse: Sparse, num_owners: int) -> list[Sparse]:
@@ -154,9 +153,9 @@ def partition(sparse: Sparse, num_owners: int) -> list[Sparse]:
     owners = owner_of(sparse.indices, num_owners)
     # Numbers of 1 or 2 bytes are sorted in one pass for each byte.
     order = np.argsort(owners.astype(np.min_scalar_type(num_owners)), kind="stable")
-    dealt = sparse.indices[order], sparse.values[order]
+    dealt = sparse[order]
     bounds = [0, *np.cumsum(np.bincount(owners, minlength=num_owners)).tolist()]
-    return [_pairs(dealt, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)]
+    return [dealt[begin:end] for begin, end in pairwise(bounds)]
 
 
 def owner_of(indices: NDArray[np.int64], world_size: int) -> NDArray[np.int64]:
@@ -189,16 +188,14 @@ def add_owed(flat: torch.Tensor, owed: Sparse) -> None:
     )
 
 
-def _room_for(num_pairs: int, like: Sparse) -> _Pairs:
+def _room_for(num_pairs: int, like: Sparse) -> Sparse:
     keep_freed_memory()
-    return np.empty(num_pairs, dtype=np.int64), np.empty(num_pairs, dtype=like.values.dtype)
+    values = np.empty(num_pairs, dtype=like.values.dtype)
+    return replace(like, indices=np.empty(num_pairs, dtype=np.int64), values=values)
 
 
-def _pairs(pairs: _Pairs, like: Sparse, *, begin: SupportsIndex = 0, end: SupportsIndex) -> Sparse:
-    indices, values = pairs
-    return Sparse(
-        indices=indices[begin:end], values=values[begin:end], num_elements=like.num_elements
-    )
+def _pairs(sparse: Sparse) -> _Pairs:
+    return sparse.indices, sparse.values
 
 
 def bits_of(values: NDArray[np.generic]) -> NDArray[np.unsignedinteger]:

@@ -103,10 +103,6 @@ class WeightlessWire(CarriesCollectives):
     wire: Wire
     num_places: float
 
-    def picked(self, k: float) -> WeightlessSparse:
-        """What a rank contributes that selects `k` entries."""
-        return WeightlessSparse(k, self.num_places)
-
     def empty(self) -> WeightlessSparse:
         return WeightlessSparse(0.0, self.num_places)
 
@@ -130,7 +126,8 @@ class WeightlessWire(CarriesCollectives):
         >>> import numpy as np
         >>> wire = Wire(num_elements=1000, num_parameters=1, dtype=np.dtype(np.float32))
         >>> arithmetic = WeightlessWire(wire=wire, num_places=100.0)
-        >>> arithmetic.add(arithmetic.picked(50), arithmetic.picked(50))
+        >>> fifty = WeightlessSparse(50.0, 100.0)
+        >>> arithmetic.add(fifty, fifty)
         WeightlessSparse(num_pairs=75.0, num_places=100.0)
         """
         if not a.num_pairs:

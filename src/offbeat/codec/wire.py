@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -105,12 +105,7 @@ class Wire(ByteBlocks, CarriesCollectives):
             The payload, and the rounding error: `entries` minus what `decode` will return.
         """
         if np.count_nonzero(entries.values) < len(entries):  # a sum may have cancelled
-            is_sent = entries.values != 0
-            entries = Sparse(
-                indices=entries.indices[is_sent],
-                values=entries.values[is_sent],
-                num_elements=entries.num_elements,
-            )
+            entries = entries[entries.values != 0]
         on_wire = self.values.encode(entries.values)
         layout, coded = self.indices.encode(entries.indices, entries.num_elements)
         counts = tally.to_bytes()
@@ -217,7 +212,4 @@ def _difference(entries: Sparse, rounded: NDArray[np.floating]) -> Sparse:
     """What is not zero of it; a NaN has no difference from anything."""
     with np.errstate(invalid="ignore"):  # of two infinities
         errors = entries.values - rounded
-    is_lost = np.abs(errors) > 0
-    return Sparse(
-        indices=entries.indices[is_lost], values=errors[is_lost], num_elements=entries.num_elements
-    )
+    return replace(entries, values=errors)[np.abs(errors) > 0]

@@ -22,37 +22,33 @@ from offbeat.transport.operations import (
     Collective,
     Payload,
     ReduceScatterTensor,
+    perform,
 )
 
 
 def dense_all_reduce(tensor: torch.Tensor) -> Collective[torch.Tensor]:
     """Sum `tensor` over all ranks, in place."""
-    total: torch.Tensor = yield AllReduceTensor(tensor)
-    return total
+    return perform(AllReduceTensor(tensor))
 
 
 def dense_reduce_scatter(tensor: torch.Tensor) -> Collective[torch.Tensor]:
     """Sum this rank's part of `tensor` over all ranks, in place; the rest is of no worth then."""
-    total: torch.Tensor = yield ReduceScatterTensor(tensor)
-    return total
+    return perform(ReduceScatterTensor(tensor))
 
 
 def dense_all_gather(tensor: torch.Tensor) -> Collective[torch.Tensor]:
     """Bring every rank's part of `tensor` to all ranks, in place."""
-    whole: torch.Tensor = yield AllGatherTensor(tensor)
-    return whole
+    return perform(AllGatherTensor(tensor))
 
 
 def dense_broadcast(tensor: torch.Tensor, root: int) -> Collective[torch.Tensor]:
     """Replace `tensor` by rank `root`'s, in place."""
-    theirs: torch.Tensor = yield Broadcast(tensor, root)
-    return theirs
+    return perform(Broadcast(tensor, root))
 
 
 def gather_bytes(payload: bytes) -> Collective[list[Payload]]:
     """Every rank's `payload`, by rank."""
-    payloads: list[Payload] = yield AllGather(payload)
-    return payloads
+    return perform(AllGather(payload))
 
 
 def gather_values(value: Any) -> Collective[list[Any]]:

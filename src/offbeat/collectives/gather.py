@@ -8,12 +8,14 @@ read while the next round's blocks are on their way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TypeVar
 
 import numpy as np
 
-from offbeat.codec.arithmetic import BlockArithmetic
+from offbeat.codec.arithmetic import BlockArithmetic, S, SparseArithmetic
 from offbeat.codec.model_wire import Counters
+from offbeat.codec.tally import Tally
 from offbeat.codec.wire import ByteBlocks
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective, Payload, Recv, Send
@@ -51,6 +53,25 @@ def all_gather(
         distance *= 2
     results += map(read, blocks[len(results) :])
     return [results[(source - rank) % world_size] for source in range(world_size)]
+
+
+def gather_entries(
+    rank: int, world_size: int, mine: S, tally: Tally, wire: SparseArithmetic[S]
+) -> Collective[tuple[Sequence[S], S, Tally]]:
+    """All ranks' entries, by rank; what rounding took from this rank's; the tally of all.
+
+    Args:
+        rank: this rank, 0 <= rank < world_size.
+        world_size: number of ranks, >= 1.
+        mine: this rank's entries.
+        tally: that its message brings.
+        wire: layout of the messages.
+    """
+    payload, rounding = wire.encode(mine, tally)
+    entries, tallies = zip(
+        *(yield from all_gather(rank, world_size, payload, wire.decode, wire)), strict=True
+    )
+    return entries, rounding, reduce(Tally.merge, tallies)
 
 
 def gather_largest(

@@ -24,15 +24,13 @@ Cost per step: P-1 + 2 ceil(log2 P) messages in sequence; 2 (P-1)/P k pairs sent
 
 from __future__ import annotations
 
-from functools import reduce
-
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.arithmetic import S, SparseArithmetic
 from offbeat.codec.histogram import COUNTER_BYTES, EXPECTED_COUNTERS
 from offbeat.codec.tally import Tally
 from offbeat.collectives.base import Exchanged
-from offbeat.collectives.gather import all_gather
+from offbeat.collectives.gather import all_gather, gather_entries
 from offbeat.transport.operations import Collective, Recv, Send
 
 
@@ -63,17 +61,11 @@ def sparse_reduce_scatter(
     counters = wire.count_magnitudes(sums, k, world_size)
     counts = yield from all_gather(rank, world_size, counters, wire.read_counts, wire)
     kept, dropped = wire.keep_largest(sums, wire.quotas(counts, k)[rank])
-    payload, rounding = wire.encode(kept, tally)
-
     # Tallies are merged here, in the order of ranks: sums of weights depend on the order, and all
     # ranks must get the same.
-    regions, tallies = zip(
-        *(yield from all_gather(rank, world_size, payload, wire.decode, wire)), strict=True
-    )
+    regions, rounding, tally = yield from gather_entries(rank, world_size, kept, tally, wire)
     owed = wire.add(wire.add(owed, dropped), rounding)
-    return Exchanged(
-        kept=wire.union_disjoint(regions), owed=owed, tally=reduce(Tally.merge, tallies)
-    )
+    return Exchanged(kept=wire.union_disjoint(regions), owed=owed, tally=tally)
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:

@@ -13,15 +13,12 @@ ranks only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
-
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.arithmetic import S, SparseArithmetic
 from offbeat.codec.tally import Tally
 from offbeat.collectives.base import Exchanged
-from offbeat.collectives.gather import all_gather
+from offbeat.collectives.gather import gather_entries
 from offbeat.transport.operations import Collective
 
 
@@ -38,7 +35,7 @@ def topk_sum(
         k: likewise.
         wire: likewise.
     """
-    contributions, rounding, tally = yield from _gather(rank, world_size, mine, tally, wire)
+    contributions, rounding, tally = yield from gather_entries(rank, world_size, mine, tally, wire)
     return Exchanged(kept=wire.add_all(contributions), owed=rounding, tally=tally)
 
 
@@ -55,7 +52,7 @@ def clipped_sum(
         k: likewise.
         wire: likewise.
     """
-    contributions, rounding, tally = yield from _gather(rank, world_size, mine, tally, wire)
+    contributions, rounding, tally = yield from gather_entries(rank, world_size, mine, tally, wire)
     total = wire.add_all(wire.clip_to_median(contributions))
     return Exchanged(kept=total, owed=rounding, tally=tally)
 
@@ -73,22 +70,12 @@ def global_topk(
         k: likewise.
         wire: likewise.
     """
-    contributions, rounding, tally = yield from _gather(rank, world_size, mine, tally, wire)
+    contributions, rounding, tally = yield from gather_entries(rank, world_size, mine, tally, wire)
     kept, _ = wire.keep_largest(wire.add_all(contributions), k)
     # Rounding is owed wherever it happened; of the rest only what the selection left out.
     _, left_out = wire.split_common(mine, kept)
     inside, _ = wire.split_common(rounding, kept)
     return Exchanged(kept=kept, owed=wire.add(left_out, inside), tally=tally)
-
-
-def _gather(
-    rank: int, world_size: int, mine: S, tally: Tally, wire: SparseArithmetic[S]
-) -> Collective[tuple[Sequence[S], S, Tally]]:
-    payload, rounding = wire.encode(mine, tally)
-    contributions, tallies = zip(
-        *(yield from all_gather(rank, world_size, payload, wire.decode, wire)), strict=True
-    )
-    return contributions, rounding, reduce(Tally.merge, tallies)
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:

@@ -43,6 +43,7 @@ class Bucket:
         names: their names.
         parameters: the parameters. Others of the same shapes may take their places.
         offsets: where each one's place begins, and the end of the last.
+        places: of each.
         num_elements: elements of all of them.
         flat: the buffer, shape (num_elements,). May be replaced by another one of the same kind.
     """
@@ -53,6 +54,7 @@ class Bucket:
         self.names = [names[i] for i in indices]
         self.parameters = [parameters[i] for i in indices]
         self.offsets = list(accumulate((p.numel() for p in self.parameters), initial=0))
+        self.places = [*map(slice, self.offsets, self.offsets[1:])]
         self.num_elements = self.offsets[-1]
         # In which memory order each one's place is; None: that of its dimensions.
         self._strides = [p.stride() if is_dense(p) else None for p in self.parameters]

@@ -110,13 +110,17 @@ class LocalClipping:
 def _norm(flats: Sequence[torch.Tensor]) -> float:
     """The norm of all together. One that overflows needs a second, slower look."""
     for dtype in (torch.float32, torch.float64):
-        norms = [
-            float(torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, dtype)))
-            for flat in flats
-        ]
-        if math.isfinite(norm := math.hypot(*norms)):
+        if math.isfinite(norm := math.hypot(*norms_of(flats, dtype))):
             break
     return norm
+
+
+def norms_of(flats: Iterable[torch.Tensor], least: torch.dtype = torch.float32) -> list[float]:
+    """The norm of each, added up in a type that is at least so wide."""
+    return [
+        float(torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, least)))
+        for flat in flats
+    ]
 
 
 def clip_gradients_(

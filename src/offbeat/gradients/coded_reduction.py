@@ -67,16 +67,12 @@ class CodedReduction(ResidualReduction):
     def _commit(self) -> torch.Tensor:
         kept, owed, _ = self._exchanged()
         self._residual, self._mine = owed, self._residual
+        # Nothing is applied to a parameter that no rank used: codes of few bits have no zero. Each
+        # rank owes it what it did before, until it is used.
         for position in np.flatnonzero(~self.tally.used).tolist():
-            self._take_back(position, kept)
+            here = self._bucket.places[position]
+            self._residual[here] = self._mine[here]
+            kept[here] = 0
         if self._decay != 1:  # before what waits comes back
             self._residual.mul_(self._decay)
         return self._show(kept)
-
-    def _take_back(self, position: int, kept: torch.Tensor) -> None:
-        """Nothing is applied to a parameter that no rank used: codes of few bits have no zero. Each
-        rank owes it what it did before, until it is used.
-        """
-        here = slice(*self._bucket.offsets[position : position + 2])
-        self._residual[here] = self._mine[here]
-        kept[here] = 0

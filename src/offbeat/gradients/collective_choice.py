@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Notices
 from offbeat.codec.device_copies import numpy_dtype
 from offbeat.codec.selectors import Exact, Selector
 from offbeat.codec.sparse import Sparse
@@ -86,10 +87,6 @@ class BucketKind(NamedTuple):
     element_bytes: int
 
 
-def _ignore(remark: str) -> None:
-    """For a caller that only asks for costs."""
-
-
 class CheapestCollective(Callback):
     """The callback behind `collective="auto"`.
 
@@ -101,8 +98,7 @@ class CheapestCollective(Callback):
         world_size: number of ranks.
         codec: how entries travel.
         among: names of the collectives to choose from, "dense" among them.
-        notify: is told that dense was chosen.
-        inform: is told which sparse collective was chosen.
+        notices: say what was chosen; None: the caller only asks for costs.
     """
 
     state_key: ClassVar[str] = "collective_choice"
@@ -114,14 +110,11 @@ class CheapestCollective(Callback):
         world_size: int,
         codec: TopKCodec | None = None,
         among: Collection[str] = BY_ITSELF,
-        notify: Callable[[str], None] = _ignore,
-        inform: Callable[[str], None] = _ignore,
+        notices: Notices | None = None,
     ) -> None:
         self.network = network
         self._world_size, self._codec = world_size, codec or TopKCodec()
-        self._among = among
-        self._notify = notify
-        self._inform = inform
+        self._among, self._notices = among, notices or Notices(0)
         self._told: set[tuple[int, str]] = set()
 
     def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
@@ -158,14 +151,14 @@ class CheapestCollective(Callback):
             )
             if name == "dense":
                 sparse = min((other for other in costs if other != name), key=costs.__getitem__)
-                self._notify(
+                self._notices.notify(
                     f"{choice}. On these links, at this size, plain S-SGD is the better choice; it"
                     " is what is trained with then, so the accuracy is AllReduce's and says"
                     " nothing of sparse messages. To see what those do, pass"
                     f' collective="{sparse}"'
                 )
             else:
-                self._inform(choice)
+                self._notices.inform(choice)
         return name
 
     @override

@@ -54,7 +54,7 @@ from offbeat.callbacks.context import Context
 from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.dense import gather_values
 from offbeat.gradients.collective_choice import COLLECTIVES, BucketKind, CheapestCollective
-from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
+from offbeat.gradients.exchange import ExchangeListener, GradientTransform
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import ExchangePlan
 
@@ -91,23 +91,19 @@ class Warmup:
         return target
 
     @classmethod
-    def of(cls, pairs: Iterable[Iterable[float]]) -> Warmup:
-        """Of pairs of a density and a number of steps. Raises `TypeError` or `ValueError` where
-        they are something else.
+    def of(cls, pairs: Iterable[Iterable[float]] | str) -> Warmup:
+        """Of pairs of a density and a number of steps, or text such as "1.0x80+0.25x40": 80 steps
+        at density 1, then 40 at 0.25. Raises `TypeError` or `ValueError` where they are something
+        else.
         """
+        if isinstance(pairs, str):
+            pairs = [map(float, stage.split("x")) for stage in pairs.split("+")]
         stages = []
         for density, steps in pairs:
             if not math.isfinite(steps) or int(steps) != steps:
                 raise ValueError(f"{steps!r} is no number of steps")
             stages.append((float(density), int(steps)))
         return cls(stages=tuple(stages))
-
-    @classmethod
-    def read(cls, text: str) -> Warmup:
-        """Of text such as "1.0x80+0.25x40": 80 steps at density 1, then 40 at 0.25. Raises
-        `ValueError` where it is something else.
-        """
-        return cls.of(map(float, stage.split("x")) for stage in text.split("+"))
 
 
 DENSITY: Final = 0.1
@@ -216,7 +212,6 @@ class DensitySchedule(Callback):
         context: lent by the session. The learning rate of its optimizer counts, the same on all
             ranks, and its island has the same density and collective, whatever the sizes of shards.
         warmup: its stages; "auto": by the learning rate; None: there is none.
-        counts: of the exchange of gradients.
         collective: by which entries are merged; None: everything is sent, densely.
         cheapest: chooses another one for each bucket and number of entries; None: nothing does.
 
@@ -232,7 +227,6 @@ class DensitySchedule(Callback):
         context: Context,
         *,
         warmup: Warmup | Literal["auto"] | None,
-        counts: ExchangeCounts,
         collective: SparseCollective | None = None,
         cheapest: CheapestCollective | None = None,
     ) -> None:
@@ -248,7 +242,6 @@ class DensitySchedule(Callback):
         self._warmup = warmup
         self._optimizer = context.optimizer
         self._rising = RisingRate()
-        self._counts = counts
 
     def follow(self, transform: GradientTransform, *, largest: BucketKind) -> None:
         """Learn what works before the exchange, and let it know how much travels.
@@ -295,14 +288,14 @@ class DensitySchedule(Callback):
         """Whether training begins, as far as Adam is concerned: in the coming exchange everything
         travels, or at least so much that Adam is not to be replaced.
         """
-        exchange = self._counts.exchanges
+        exchange = self._transform.counts.exchanges
         if isinstance(self._warmup, Warmup):
             return self._warmup.density_at(exchange, 0.0) >= AT_ONCE
         return self._warmup == "auto" and exchange < START
 
     def now(self) -> float:
         """Of the coming exchange."""
-        exchange = self._counts.exchanges
+        exchange = self._transform.counts.exchanges
         if self._warmup == "auto" and self._transform.is_taken is None and self.begins():
             return 1.0
         if isinstance(self._warmup, Warmup):

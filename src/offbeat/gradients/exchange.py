@@ -458,14 +458,11 @@ class GradientExchange(Callback):
 
     @override
     def on_before_update(self) -> None:
-        self._transform.take()
-        self._send_the_rest()
-        self._exchanges_since_update = 0  # a closure may run again in the same step
-
-    def _send_the_rest(self) -> None:
         """Join the peers' exchange, if this rank has sent nothing for the update, or not all."""
+        self._transform.take()
         if not self._exchanges_since_update or self._unsent:
             self.on_join()
+        self._exchanges_since_update = 0  # a closure may run again in the same step
 
     @override
     def on_join(self) -> None:
@@ -693,8 +690,7 @@ class GradientExchange(Callback):
         for b, (bucket, _) in enumerate(self._pairs):
             if (stashed := self._stashed[b]) is not None:
                 bucket.flat.copy_(stashed)
-                for position in np.flatnonzero(self._published[b]).tolist():
-                    bucket.parameters[position].grad = bucket.views[position]
+                self._show(b, self._published[b])
             self._stashed[b] = None
 
     def _publish_grads(self, b: int, tally: Tally) -> None:
@@ -704,10 +700,13 @@ class GradientExchange(Callback):
         stashed, self._stashed[b] = self._stashed[b], None
         if stashed is not None:
             bucket.flat.add_(stashed)
-        shown = tally.used | self._published[b]
+        self._show(b, tally.used | self._published[b])
+
+    def _show(self, b: int, shown: NDArray[np.bool_]) -> None:
+        """Let `param.grad` be what the bucket holds of the parameters that are `shown`."""
+        bucket, self._published[b] = self._pairs[b][0], shown
         for position in np.flatnonzero(shown).tolist():
             bucket.parameters[position].grad = bucket.views[position]
-        self._published[b] = shown
 
     def _discard(self) -> None:
         for b, (bucket, reduction) in enumerate(self._pairs):
@@ -735,9 +734,7 @@ class GradientExchange(Callback):
         if self._has_scaler:
             for b, (bucket, reduction) in enumerate(self._pairs):
                 bucket.flat.fill_(float("nan"))
-                self._published[b] = used = reduction.tally.used
-                for position in np.flatnonzero(used).tolist():
-                    bucket.parameters[position].grad = bucket.views[position]
+                self._show(b, reduction.tally.used)
 
     @override
     def clip_gradients(self, max_norm: float) -> float:
@@ -761,7 +758,11 @@ class GradientExchange(Callback):
         return clipping.norm if is_clipped else self._clip_mean(max_norm)
 
     def _clip_mean(self, max_norm: float) -> float:
-        self._send_the_rest()  # there is no mean before
+        # There is no mean before. A loop may clip after each pass in `no_sync`, too, or ask for the
+        # norm of what a step has left.
+        is_left = max_norm == math.inf and any(map(self._live, range(len(self._pairs))))
+        if not (self._exchanges_since_update or self._unsent or is_left):
+            self.on_join()
         # The mean is the same on all ranks, and its norm need not be: how a sum is rounded depends
         # on the number of threads and on the processor.
         agree_on = self._norm_over_ranks or self._norm_of_first
@@ -796,24 +797,20 @@ class GradientExchange(Callback):
     # State
 
     @override
-    def state_dict(self) -> dict[str, dict[str, object]]:
-        additive: dict[str, object] = {}
-        local: dict[str, object] = {}
+    def state_dict(self) -> CallbackState:
+        counts = {"exchanges": self.counts.exchanges, "skipped": self.counts.skipped}
+        state: CallbackState = {"additive": {}, "local": {}, "replicated": counts}
         for _, reduction in self._pairs:
-            additive.update(reduction.additive_state())
-            local.update(reduction.local_state())
-        replicated: dict[str, object] = {
-            "exchanges": self.counts.exchanges,
-            "skipped": self.counts.skipped,
-        }
+            state["additive"] |= reduction.additive_state()
+            state["local"] |= reduction.local_state()
         if self._clipping is not None:
-            replicated["num_shares"] = self._clipping.num_shares
+            state["replicated"]["num_shares"] = self._clipping.num_shares
             if self._clipping.clip_norm is not None and not self._clipping.is_given:
-                replicated["clip_norm"] = self._clipping.clip_norm
-        return {"additive": additive, "local": local, "replicated": replicated}
+                state["replicated"]["clip_norm"] = self._clipping.clip_norm
+        return state
 
     @override
-    def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         for kind, entries in self.state_dict().items():
             saved = state[kind]
             needed = {name: e.shape for name, e in entries.items() if isinstance(e, torch.Tensor)}
@@ -826,14 +823,14 @@ class GradientExchange(Callback):
                     f" {name!r} is {found.get(name)} there, and {needed.get(name)} here"
                 )
         for _, reduction in self._pairs:
-            reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
+            reduction.load(state["additive"], state["local"])
+        saved = state["replicated"]
         if self._clipping is not None:
-            self._clipping.num_shares = int(state["replicated"].get("num_shares", 1))  # type: ignore[call-overload]
-            if "clip_norm" in state["replicated"]:
+            self._clipping.num_shares = int(saved.get("num_shares", 1))
+            if "clip_norm" in saved:
                 # The loop says it only after the first pass, whose gradient is selected by then.
-                self._clipping.follow(float(state["replicated"]["clip_norm"]))  # type: ignore[arg-type]
-        self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
-        self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
+                self._clipping.follow(float(saved["clip_norm"]))
+        self.counts.exchanges, self.counts.skipped = int(saved["exchanges"]), int(saved["skipped"])
 
     @override
     def on_abandon(self, reason: str) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import torch
-
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.clipping import norms_of
 from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.torch_private import version_of
 
@@ -84,14 +83,7 @@ class GradientWatch:
         return [version_of(bucket.flat) for bucket in self.buckets]
 
     def _norms_now(self) -> list[float]:
-        return [
-            float(
-                torch.linalg.vector_norm(
-                    bucket.flat, dtype=torch.promote_types(bucket.flat.dtype, torch.float32)
-                )
-            )
-            for bucket in self.buckets
-        ]
+        return norms_of(bucket.flat for bucket in self.buckets)
 
 
 def _holds_others(bucket: Bucket) -> bool:

@@ -176,9 +176,9 @@ class OptimizerMomentum(GradientTransform):
             scale, at_once = 1 / given.grad_scale, self._at_once
             shares = shares_of(factor, nesterov, scale, continues=goes_on, at_once=at_once)
             mix(step[here], state.velocity[here], shares, state.staged[here])
-        places = zip(bucket.parameters, bucket.offsets, bucket.offsets[1:], strict=False)
-        for position, (parameter, begin, end) in enumerate(places):
-            here = slice(begin, end)
+        for position, (parameter, here) in enumerate(
+            zip(bucket.parameters, bucket.places, strict=True)
+        ):
             # What is frozen, and has no gradient from before that, rests, as in the optimizer.
             if not (parameter.requires_grad or given.tally.used[position]):
                 step[here] = 0
@@ -337,21 +337,10 @@ class OptimizerMomentum(GradientTransform):
         self._look_anew()
 
     def _velocities(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, float]]:
-        """Each parameter, its part of the velocity, and the sign of the optimizer's buffer, which
-        is negative where it maximizes; 0 for parameters that it does not have.
-        """
-        param_groups = self._optimizer.param_groups
+        """Each parameter, its part of the velocity, and the sign of the optimizer's buffer."""
         for state in self._states.values():
-            for parameter, view, number in zip(
-                state.bucket.parameters,
-                state.bucket.views_of(state.velocity),
-                state.groups.groups,
-                strict=True,
-            ):
-                if number is None:
-                    yield parameter, view, 0.0
-                else:
-                    yield parameter, view, -1.0 if param_groups[number]["maximize"] else 1.0
+            views = state.bucket.views_of(state.velocity)
+            yield from zip(state.bucket.parameters, views, state.groups.signs, strict=True)
 
     def _description(self) -> str:
         groups = self._optimizer.param_groups

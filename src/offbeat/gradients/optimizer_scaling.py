@@ -46,7 +46,7 @@ with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -93,11 +93,8 @@ class _Moments:
     has_gradient: list[bool]
 
 
-_COUNTS: Final[Mapping[str, Callable[[_Moments], list[float]]]] = {
-    "steps": lambda moments: moments.steps,
-    "undecayed": lambda moments: moments.undecayed,
-}
-"""What is counted of each parameter, by its name in the state."""
+_COUNTS: Final = ("steps", "undecayed")
+"""What is counted of each parameter: attributes of `_Moments`."""
 
 
 class OptimizerScaling(GradientTransform):
@@ -277,7 +274,7 @@ class OptimizerScaling(GradientTransform):
     @override
     def state_dict(self) -> dict[str, Any]:
         # A rank that is new goes on with what an old one knows, and has left no decay out.
-        counts = {name: torch.tensor(self._counted(of)) for name, of in _COUNTS.items()}
+        counts = {name: torch.tensor(self._counted(name)) for name in _COUNTS}
         replicated = super().state_dict()["replicated"] | {"world_size": self._driver.world_size}
         return {
             "additive": {"undecayed": counts["undecayed"]},
@@ -302,10 +299,10 @@ class OptimizerScaling(GradientTransform):
         self._state_is_loaded = True
         local, share = state["local"], self._driver.world_size / state["replicated"]["world_size"]
         counts = {"steps": local["steps"], "undecayed": state["additive"]["undecayed"] * share}
-        for name, of in _COUNTS.items():
-            found = counts[name].expand(len(self._counted(of))).tolist()
+        for name in _COUNTS:
+            found = counts[name].expand(len(self._counted(name))).tolist()
             for moments in self._moments.values():
-                of(moments)[:] = [found[index] for index in moments.bucket.indices]
+                setattr(moments, name, [found[index] for index in moments.bucket.indices])
         for name, view in self._named().items():
             view.copy_(local[name])
         if self.is_taken:
@@ -313,11 +310,11 @@ class OptimizerScaling(GradientTransform):
         else:  # all exchanges so far were skipped, or there were none
             self._num_settled = self.counts.exchanges
 
-    def _counted(self, of: Callable[[_Moments], list[float]]) -> list[float]:
+    def _counted(self, name: str) -> list[float]:
         """Of each parameter, in the model's order; before anything is taken of none."""
         found: dict[int, float] = {}
         for moments in self._moments.values():
-            found |= dict(zip(moments.bucket.indices, of(moments), strict=True))
+            found |= dict(zip(moments.bucket.indices, getattr(moments, name), strict=True))
         return [found[index] for index in sorted(found)] or [0.0]
 
     def _named(self) -> dict[str, torch.Tensor]:
@@ -344,14 +341,9 @@ class OptimizerScaling(GradientTransform):
 
     def _update(self) -> None:
         """The optimizer's step, which then finds no gradient."""
-        scaled: list[list[torch.nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
-        for moments in self._moments.values():
-            for parameter, number in zip(
-                moments.bucket.parameters, moments.groups.groups, strict=True
-            ):
-                if number is not None and parameter.grad is not None:
-                    scaled[number].append(parameter)
-        for group, parameters in zip(self._optimizer.param_groups, scaled, strict=True):
+        scaled = {id(p) for moments in self._moments.values() for p in moments.bucket.parameters}
+        for group in self._optimizer.param_groups:
+            parameters = [p for p in group["params"] if id(p) in scaled and p.grad is not None]
             lr = float(group["lr"])
             decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -416,10 +408,9 @@ class OptimizerScaling(GradientTransform):
             alike = moments.groups.merged(options, default=options[0])
             parts = [(here, found, moments.steps[0]) for here, found in alike]
         else:
-            ends = zip(moments.bucket.offsets, moments.bucket.offsets[1:], strict=False)
-            each = zip(ends, moments.groups.groups, moments.steps, strict=True)
+            each = zip(moments.bucket.places, moments.groups.groups, moments.steps, strict=True)
             parts = [
-                (slice(*here), options[number or 0], steps)
+                (here, options[number or 0], steps)
                 for place, (here, number, steps) in enumerate(each)
                 if marked is None or marked[place]
             ]
@@ -445,7 +436,7 @@ class OptimizerScaling(GradientTransform):
             square = moments.square.clone()
             self._change_noise_(moments, square, 1 / self._driver.world_size)
             views = map(moments.bucket.views_of, (moments.mean, square))
-            signs = self._signs(moments)
+            signs = moments.groups.signs
             for parameter, steps, sign, mean_view, square_view in zip(
                 moments.bucket.parameters, moments.steps, signs, *views, strict=True
             ):
@@ -474,7 +465,7 @@ class OptimizerScaling(GradientTransform):
                 moments.bucket.parameters,
                 moments.bucket.views_of(moments.mean),
                 moments.bucket.views_of(moments.square),
-                self._signs(moments),
+                moments.groups.signs,
                 strict=True,
             )
             is_there = False
@@ -486,11 +477,6 @@ class OptimizerScaling(GradientTransform):
                     moments.steps[position], is_there = float(gathered["step"]), True
             if is_there:
                 self._change_noise_(moments, moments.square, self._driver.world_size)
-
-    def _signs(self, moments: _Moments) -> list[float]:
-        """Of the mean that Adam has of each parameter's gradients, which it negates to maximize."""
-        groups = self._optimizer.param_groups
-        return [-1.0 if groups[n or 0]["maximize"] else 1.0 for n in moments.groups.groups]
 
     def _change_noise_(self, moments: _Moments, square: torch.Tensor, factor: float) -> None:
         """Multiply the noise in the mean square of a bucket, in place."""

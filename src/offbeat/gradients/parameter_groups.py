@@ -26,15 +26,18 @@ points (twelve seeds).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby, takewhile
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from offbeat.gradients.buckets import Bucket
+
+if TYPE_CHECKING:
+    from offbeat.gradients.exchange import GradientTransform
 
 T = TypeVar("T")
 
@@ -81,6 +84,14 @@ class GroupRanges:
         """The number of the group of each of the bucket's parameters."""
         self._look()
         return self._groups
+
+    @property
+    def signs(self) -> list[float]:
+        """Of what the optimizer keeps of each of the bucket's parameters' gradients, which is
+        negative where it maximizes; 0 for parameters that it does not have.
+        """
+        groups = self._optimizer.param_groups
+        return [0.0 if n is None else -1.0 if groups[n]["maximize"] else 1.0 for n in self.groups]
 
     def merged(self, options: Sequence[T], *, default: T) -> Iterator[tuple[slice, T]]:
         """Neighbouring elements with equal options, and these.
@@ -183,21 +194,11 @@ class OwedRate:
 
     Args:
         groups: to which groups of the optimizer the bucket's elements belong.
-        rates: by group, what the optimizer's next step is multiplied by; 0 where it has none.
-        leads_to_plain_steps: whether nothing behind the exchange remembers what was sent; asked at
-            each exchange.
+        transform: knows the rates, and whether nothing behind the exchange remembers what was sent.
     """
 
-    def __init__(
-        self,
-        groups: GroupRanges,
-        *,
-        rates: Callable[[], Sequence[float]],
-        leads_to_plain_steps: Callable[[], bool],
-    ) -> None:
-        self._places = groups
-        self._rates_now = rates
-        self._leads_to_plain_steps = leads_to_plain_steps
+    def __init__(self, groups: GroupRanges, transform: GradientTransform) -> None:
+        self._places, self._transform = groups, transform
         self._rates: Sequence[float] = ()
 
     def follow(self, residual: torch.Tensor, gradient: torch.Tensor) -> Sequence[slice]:
@@ -212,7 +213,7 @@ class OwedRate:
         Returns:
             Of which elements what is owed has to wait: sent at a rate of 0 it would be lost.
         """
-        now = self._rates_now()
+        now = self._transform.rates()
         # A group that is new, or was not there when the state was saved, owes nothing yet.
         before = [*self._rates[: len(now)], *now[len(self._rates) :]]
         factors = [
@@ -222,7 +223,7 @@ class OwedRate:
         rests = any(now) and not all(now)
         if not (rests or any(factor != 1.0 for factor in factors)):
             return []
-        if not self._leads_to_plain_steps():
+        if not self._transform.leaves_plain_steps():
             return []
         ranges = self._places.ranges
         resting = [

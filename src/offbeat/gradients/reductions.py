@@ -20,7 +20,6 @@ from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse, add_owed
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
 from offbeat.codec.topk_codec import TopKCodec
-from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
@@ -122,6 +121,8 @@ class Reduction:
     gives_whole: ClassVar[bool] = True
     ages: EntryAges | None = None
     encode_s: float = 0.0
+    _pending: Pending[Exchanged[Any]] | None = None
+    """What entries, or codes, are merged by, from `launch` on; None: tensors are summed."""
     _tail: torch.Tensor
     """Of those that sum tensors: what the tally of all ranks is written to."""
     _owed_weight: float = 0.0
@@ -146,12 +147,20 @@ class Reduction:
         """Wait for the peers. Returns the tally of all ranks, or the numbers that it has been
         written to, where the host has not waited for the device. See `wait_for`.
         """
+        if self._pending is not None:
+            return self._exchanged().tally
         for pending in self._sums:
             pending.wait()
         return self._tail
 
     def go_on(self) -> None:
         """Answer what has come of the peers, without waiting for more."""
+        if self._pending is not None:
+            self._pending.poll()
+
+    def _exchanged(self) -> Exchanged[Any]:
+        assert self._pending is not None, "nothing was launched"
+        return self._pending.wait()
 
     @abstractmethod
     def commit(self) -> torch.Tensor:
@@ -165,21 +174,41 @@ class Reduction:
         """The step is bad: state stays as it was before `launch`. The buffer belongs to the bucket
         again.
         """
-        if self.residual is not None:
-            self._bring_back(self.residual)
 
     def send_all(self) -> None:
         """Owe nothing after the coming exchange, and after all that follow."""
 
-    def _begin_sum(self, given: WeightedGradient, tail: torch.Tensor) -> None:
-        """Let the gradient be this rank's part of the mean, and write into `tail` the tally with
+    def _begin_sum(self, given: WeightedGradient) -> None:
+        """Let the gradient be this rank's part of the mean, and write into `_tail` the tally with
         whether it is finite.
         """
         tally = given.tally
         if not tally.num_failed:
             tally = replace(tally, num_nonfinite=~is_finite(given.gradient))
             given.gradient.mul_(tally.weight / self._driver.world_size)
-        tally.write_to(tail)
+        tally.write_to(self._tail)
+
+    def _sum_tallied(self, parts: Sequence[torch.Tensor], tally: Tally) -> list[torch.Tensor]:
+        """Begin to sum numbers over all ranks, in one message with the tally behind them.
+
+        Args:
+            parts: what is summed, of one real type each; float32 or float64.
+            tally: this rank's, in which it is noted whether `parts` are finite, unless it says so
+                of the gradient.
+
+        Returns:
+            Where the sums of `parts` are after `wait`, each of shape (n,).
+        """
+        tail = parts[0].new_empty(NUM_COUNTERS + tally.used.size)
+        message = torch.cat([*(part.flatten() for part in parts), tail])
+        sums = [*message.split([*(part.numel() for part in parts), tail.numel()])]
+        self._tail = sums.pop()
+        if not tally.num_failed and isinstance(tally.num_nonfinite, int):
+            summed = message[: message.numel() - tail.numel()]
+            tally = replace(tally, num_nonfinite=~is_finite(summed))
+        tally.write_to(self._tail)
+        self._sums = launch_sums(self._driver, self._stream, message)
+        return sums
 
     def additive_state(self) -> dict[str, torch.Tensor]:
         """As of `Callback.state_dict`. Tensors are live."""
@@ -209,11 +238,9 @@ class Reduction:
         """Let what is owed to frozen parameters, and to elements at `resting`, wait: if it were
         sent now it would be lost.
         """
-        bucket = self._bucket
-        places = map(slice, bucket.offsets, bucket.offsets[1:])
         frozen = [
             place
-            for parameter, place in zip(bucket.parameters, places, strict=True)
+            for parameter, place in zip(self._bucket.parameters, self._bucket.places, strict=True)
             if not parameter.requires_grad
         ]
         for place in [*frozen, *resting]:
@@ -231,11 +258,6 @@ class Reduction:
         """
         return f"{key}/{self._bucket.names[0]}"
 
-    def _load_numbers(self, numbers: dict[str, float], local: Mapping[str, Any]) -> None:
-        """Those that are not there keep their value: a run may resume with another selector."""
-        saved = {key: local.get(self._local_name(key)) for key in numbers}
-        numbers.update({key: value for key, value in saved.items() if value is not None})
-
     def _mark_unused_with_gradient(self) -> None:
         """Mark parameters as used that no rank used, and of which something was still owed."""
         for position in np.flatnonzero(~self.tally.used).tolist():
@@ -251,80 +273,9 @@ def wait_for(reductions: Sequence[Reduction]) -> list[Tally]:
     return [reduction.tally for reduction in reductions]
 
 
-class TalliedSum:
-    """Numbers summed over all ranks, in one message with the tally behind them.
-
-    Args:
-        parts: what is summed, of one real type each; float32 or float64.
-        tally: this rank's, in which it is noted whether `parts` are finite, unless it says so of
-            the gradient.
-        driver: carries the all-reduce out.
-        stream: its channels.
-    """
-
-    def __init__(
-        self, parts: Sequence[torch.Tensor], tally: Tally, driver: Driver, stream: Stream
-    ) -> None:
-        tail = parts[0].new_empty(NUM_COUNTERS + tally.used.size)
-        self._sizes = [*(part.numel() for part in parts), tail.numel()]
-        message = torch.cat([*(part.flatten() for part in parts), tail])
-        summed, tail = message.split([message.numel() - tail.numel(), tail.numel()])
-        if not tally.num_failed and isinstance(tally.num_nonfinite, int):
-            tally = replace(tally, num_nonfinite=~is_finite(summed))
-        tally.write_to(tail)
-        (self._pending,) = launch_sums(driver, stream, message)
-
-    def wait(self) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-        """The sums of `parts`, each of shape (n,), and what the tally of all ranks is written
-        to.
-        """
-        *sums, tail = self._pending.wait().split(self._sizes)
-        return sums, tail
-
-
-class EncodingReduction(Reduction):
-    """One whose work on entries is timed."""
-
-    _pending: Pending[Exchanged[Any]] | None = None
-    """What entries, or codes, are merged by, from `launch` on; None: tensors are summed."""
-
-    @override
-    def wait(self) -> Tally | torch.Tensor:
-        return super().wait() if self._pending is None else self._exchanged().tally
-
-    @override
-    def go_on(self) -> None:
-        if self._pending is not None:
-            self._pending.poll()
-
-    def _exchanged(self) -> Exchanged[Any]:
-        assert self._pending is not None, "nothing was launched"
-        return self._pending.wait()
-
-    @override
-    def launch(self, given: WeightedGradient) -> None:
-        begin_s = time.perf_counter()
-        self._launch(given)
-        self.encode_s += time.perf_counter() - begin_s
-
-    @override
-    def commit(self) -> torch.Tensor:
-        begin_s = time.perf_counter()
-        flat = self._commit()
-        self.encode_s += time.perf_counter() - begin_s
-        return flat
-
-    @abstractmethod
-    def _launch(self, given: WeightedGradient) -> None:
-        """As of `launch`."""
-
-    @abstractmethod
-    def _commit(self) -> torch.Tensor:
-        """As of `commit`."""
-
-
-class ResidualReduction(EncodingReduction):
-    """One that owes a vector of the bucket's size, which is added to the next contribution.
+class ResidualReduction(Reduction):
+    """One that owes a vector of the bucket's size, which is added to the next contribution. Its
+    work is timed.
 
     Args:
         bucket, driver, stream: as of `Reduction`.
@@ -397,6 +348,31 @@ class ResidualReduction(EncodingReduction):
     def residual(self) -> torch.Tensor:
         return self._residual
 
+    @override
+    def discard(self) -> None:
+        self._bring_back(self._residual)
+
+    @override
+    def launch(self, given: WeightedGradient) -> None:
+        begin_s = time.perf_counter()
+        self._launch(given)
+        self.encode_s += time.perf_counter() - begin_s
+
+    @override
+    def commit(self) -> torch.Tensor:
+        begin_s = time.perf_counter()
+        flat = self._commit()
+        self.encode_s += time.perf_counter() - begin_s
+        return flat
+
+    @abstractmethod
+    def _launch(self, given: WeightedGradient) -> None:
+        """As of `launch`."""
+
+    @abstractmethod
+    def _commit(self) -> torch.Tensor:
+        """As of `commit`."""
+
 
 class DenseReduction(Reduction):
     """Weighted mean by all-reduce. The tally rides in the bucket's tail.
@@ -420,7 +396,7 @@ class DenseReduction(Reduction):
             self._tail = bucket.flat.new_zeros(size, dtype=torch.float64)
 
     def launch(self, given: WeightedGradient) -> None:
-        self._begin_sum(given, self._tail)
+        self._begin_sum(given)
         rides = self._tail.dtype == self._message.dtype
         self._sums = launch_sums(
             self._driver, self._stream, self._message, *(() if rides else (self._tail,))
@@ -443,13 +419,6 @@ class ExchangePlan:
 
     k: int
     collective: SparseCollective | None
-
-
-def wire_of(bucket: Bucket, codec: TopKCodec) -> Wire:
-    """Layout of the messages of a bucket with real gradients."""
-    # Half-precision gradients are selected, owed and merged in float32.
-    dtype = numpy_dtype(bucket.state_dtype)
-    return codec.wire(bucket.num_elements, num_parameters=len(bucket.indices), dtype=dtype)
 
 
 class SparseReduction(ResidualReduction):
@@ -493,12 +462,16 @@ class SparseReduction(ResidualReduction):
         self._owed_rate = owed_rate
         self._selector, self._decay = selector or codec.selector, decay
         self._selector_state = dict(self._selector.initial_state())
-        self._wire = wire_of(bucket, codec)
+        # Half-precision gradients are selected, owed and merged in float32.
+        dtype = numpy_dtype(bucket.state_dtype)
+        self._wire = codec.wire(
+            bucket.num_elements, num_parameters=len(bucket.indices), dtype=dtype
+        )
         self._plan = plan
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._joined: TalliedSum | None = None
+        self._total = bucket.flat  # where a sum of everything comes to be
         self._tail = bucket.flat.new_empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
-        self._picked: NDArray[np.int64] | None = None
+        self._picked: Sparse | None = None
         self._new_selector_state: Mapping[str, float] = self._selector_state
 
     @override
@@ -531,7 +504,7 @@ class SparseReduction(ResidualReduction):
             weight=given.weight,
             state=self._selector_state,
         )
-        self._picked, self._new_selector_state = selection.sparse.indices, selection.state
+        self._picked, self._new_selector_state = selection.sparse, selection.state
         return selection.sparse, replace(given.tally, num_nonfinite=int(not selection.finite))
 
     def _launch_everything(self, given: WeightedGradient) -> None:
@@ -543,24 +516,16 @@ class SparseReduction(ResidualReduction):
                 flat.copy_(accumulated)
                 accumulated.sub_(flat)
             tally = replace(tally, num_nonfinite=~is_finite(flat))
-        driver, stream, self._joined = self._driver, self._stream, None
         if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
-            self._joined = TalliedSum([flat], tally, driver, stream)
+            (self._total,) = self._sum_tallied([flat], tally)
         else:
+            self._total = flat
             tally.write_to(self._tail)
-            self._sums = launch_sums(driver, stream, flat, self._tail)
+            self._sums = launch_sums(self._driver, self._stream, flat, self._tail)
 
     def _accumulated(self, given: WeightedGradient) -> torch.Tensor:
         """The buffer to accumulate in, which holds the gradient."""
         return self._mine.copy_(given.gradient) if self._is_half else self._bucket.flat
-
-    @override
-    def wait(self) -> Tally | torch.Tensor:
-        if self._pending is not None or self._joined is None:
-            return super().wait()
-        (total,), tail = self._joined.wait()
-        self._bucket.flat.copy_(total)
-        return tail
 
     @override
     def _commit(self) -> torch.Tensor:
@@ -589,10 +554,12 @@ class SparseReduction(ResidualReduction):
         else:
             # What the backends' sum has rounded is not known to anybody, and lost as with plain
             # S-SGD.
+            if self._total is not flat:
+                flat.copy_(self._total)
             self._mark_unused_with_gradient()
             mean.copy_(flat).mul_(self._factor)
         self._put(mean, flat)
-        self._ages.after_exchange(self._picked)
+        self._ages.after_exchange(None if self._picked is None else self._picked.indices)
         return flat
 
     @override
@@ -611,7 +578,9 @@ class SparseReduction(ResidualReduction):
     @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         super().load(additive, local)
-        self._load_numbers(self._selector_state, local)
+        # What is not there keeps its value: a run may resume with another selector.
+        for key, value in self._selector_state.items():
+            self._selector_state[key] = local.get(self._local_name(key), value)
         if self._owed_rate is not None:
             # A parameter's name may hold slashes; what stands before it holds none.
             named = {tuple(name.split("/", 1)): value for name, value in local.items()}

@@ -28,12 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-import offbeat
 from offbeat.errors import UnsupportedError
 from offbeat.integrations.framework import FrameworkSession, as_strategy
 from offbeat.integrations.state_files import load_state, make_state, save_state
 from offbeat.session.attach import SessionRecorder
-from offbeat.session.session import Session
 from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
 
@@ -115,19 +113,11 @@ class AcceleratedSession(FrameworkSession):
 
     Args:
         accelerator: that has prepared the model.
-        session: just attached.
-        model: the attached module.
-        optimizer: that steps it.
+        rest, options: as of `FrameworkSession`.
     """
 
-    def __init__(
-        self,
-        accelerator: accelerate.Accelerator,
-        session: Session,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        super().__init__(session, model, optimizer)
+    def __init__(self, accelerator: accelerate.Accelerator, *rest: Any, **options: Any) -> None:
+        super().__init__(*rest, **options)
         self._state = accelerator.state
         self._numbers = _NUMBERS.setdefault(accelerator, set())
         self._number = next(number for number in count() if number not in self._numbers)
@@ -184,16 +174,10 @@ def attach(
     # Accelerate would else take DDP out of a compiled model's modules, and not of what it calls.
     inner = accelerator.unwrap_model(model, keep_torch_compile=False)
     strategy = as_strategy(strategy)
-    session = offbeat.attach(
-        inner,
-        optimizer,
-        strategy,
-        mesh=across_islands(inner, accelerator.state, strategy),
-        scaler=getattr(optimizer, "scaler", None),
-        recorder=recorder,
+    mesh = across_islands(inner, accelerator.state, strategy)
+    accelerated = AcceleratedSession(
+        accelerator, inner, optimizer, strategy, mesh=mesh, recorder=recorder
     )
-    stepped = getattr(optimizer, "optimizer", optimizer)
-    accelerated = AcceleratedSession(accelerator, session, inner, stepped)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             accelerated.silence(module)

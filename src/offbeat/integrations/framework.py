@@ -24,11 +24,11 @@ from torch.distributed.algorithms import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+import offbeat
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
 from offbeat.run.evaluation import EvaluationWeights
-from offbeat.session.attach import strategy_of
-from offbeat.session.session import Session
+from offbeat.session.attach import strategy_of, unwrapped
 from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
@@ -53,26 +53,38 @@ class _RefusedJoin(JoinHook):
 
 class FrameworkSession:
     """A session, and what a framework's loop does not say by itself. A context manager that closes
-    itself.
+    itself. Made collectively, and refused as by `offbeat.attach`.
 
     Args:
-        session: just attached.
-        model: the attached module.
-        optimizer: that steps it.
+        model: to be attached.
+        optimizer: that steps it, or what the framework has wrapped around that one, perhaps with
+            its scaler.
+        strategy: as for `offbeat.attach`.
+        scaler: of losses, where the optimizer has none.
+        options: further ones of `offbeat.attach`.
 
     Attributes:
-        session, model, optimizer: the same.
+        session: attached.
+        model: as given.
+        optimizer: that steps it.
     """
 
     def __init__(
-        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        **options: Any,
     ) -> None:
-        self.session = session
+        scaler = scaler or getattr(optimizer, "scaler", None)
+        self.session = offbeat.attach(model, optimizer, strategy, scaler=scaler, **options)
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = unwrapped(optimizer)
         self._evaluation: EvaluationWeights | None = None
-        if session.strategy.replicas_differ:
-            self._evaluation = EvaluationWeights(session, model, optimizer)
+        if strategy.replicas_differ:
+            self._evaluation = EvaluationWeights(self.session, model, self.optimizer)
         self._evaluates = False
         self._quiet: DistributedDataParallel | None = None
         self._num_blocks = 0
@@ -132,16 +144,12 @@ class FrameworkSession:
         """
         self._hook.remove()
         self.trains()
-        if self._evaluation is not None:
-            self._evaluation.close()
         if (ddp := self._quiet) is not None:
             ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
             del ddp.no_sync, ddp.join_hook
             self._quiet = None
         if error is None:
             self.session.close()
-            if self._evaluation is not None:
-                self._evaluation.session_ended()
         else:
             self.session.__exit__(type(error), error, error.__traceback__)
 

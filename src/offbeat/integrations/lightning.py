@@ -35,7 +35,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-import offbeat
 from offbeat.errors import ConfigError, OffbeatWarning, UnsupportedError
 from offbeat.integrations.framework import (
     FrameworkSession,
@@ -128,11 +127,11 @@ class _FitStrategy(ParallelStrategy):
             refuse_clipping_by_value(strategy)
         (optimizer,), (module, mesh) = self.optimizers, self._attached()
         scaler = getattr(self.precision_plugin, "scaler", None)
-        session = offbeat.attach(
+        self._running = FrameworkSession(
             module, optimizer, strategy, mesh=mesh, scaler=scaler, recorder=self._recorder
         )
+        session = self._running.session
         session.clips_by_value = bool(trainer.gradient_clip_val) and not by_norm
-        self._running = FrameworkSession(session, module, optimizer)
         self._last_state = None
 
         def clip(_: torch.optim.Optimizer, clip_val: float) -> None:
@@ -417,10 +416,10 @@ class OffbeatFabricStrategy(FabricDDPStrategy):
                 " with the module and its optimizer"
             )
         scaler = getattr(self.precision, "scaler", None)
-        session = offbeat.attach(
+        running = FrameworkSession(
             module, optimizer, self._strategy, scaler=scaler, recorder=self._recorder
         )
-        self._running.append(FrameworkSession(session, module, optimizer))
+        self._running.append(running)
         return optimizer
 
     def no_backward_sync(

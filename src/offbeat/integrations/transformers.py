@@ -19,7 +19,6 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
-import offbeat
 from offbeat.integrations.framework import FrameworkSession, as_strategy
 from offbeat.integrations.state_files import load_state, save_state
 from offbeat.session.attach import SessionRecorder
@@ -86,21 +85,19 @@ class OffbeatCallback(TrainerCallback):
     ) -> None:
         # Where one is running, an earlier training has failed.
         self._end(RuntimeError("training begins anew"))
-        scaler = getattr(optimizer, "scaler", None)
         strategy = as_strategy(self._strategy, clip_norm=args.max_grad_norm or None)
         accelerate_state = AcceleratorState()
         mesh = across_islands(model, accelerate_state, strategy)
         if args.save_strategy != "no":
             refuse_mixed_files(accelerate_state, strategy)
-        session = offbeat.attach(
-            model, optimizer, strategy, mesh=mesh, scaler=scaler, recorder=self._recorder
+        self._running = running = FrameworkSession(
+            model, optimizer, strategy, mesh=mesh, recorder=self._recorder
         )
         self._args, self._max_grad_norm = args, args.max_grad_norm
-        stepped = getattr(optimizer, "optimizer", optimizer)
-        self._running = FrameworkSession(session, model, stepped)
         if state.global_step:
             directory = self._resume_from or _directory(args, state)
-            load_state(Path(directory) / STATE_DIRECTORY, session, tag=str(state.global_step))
+            directory = Path(directory) / STATE_DIRECTORY
+            load_state(directory, running.session, tag=str(state.global_step))
 
     @override
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

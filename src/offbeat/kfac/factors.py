@@ -74,7 +74,10 @@ class FactorShape:
 
     @property
     def is_tiny(self) -> bool:
-        return not self.is_diagonal and is_tiny(self.groups, self.dim)
+        """Whether matrices are so many and so small that handling each one costs more than its
+        arithmetic.
+        """
+        return not self.is_diagonal and self.dim <= 2 and self.groups >= 8
 
     @property
     def joined(self) -> FactorShape:
@@ -85,13 +88,6 @@ class FactorShape:
     def num_elements(self) -> int:
         """Elements of the packed factor."""
         return self.packed[0] * self.packed[1]
-
-
-def is_tiny(groups: int, dim: int) -> bool:
-    """Whether matrices are so many and so small that handling each one costs more than its
-    arithmetic.
-    """
-    return dim <= 2 and groups >= 8
 
 
 def factor_shape(groups: int, dim: int, max_dim: int, *, spare: int = 0) -> FactorShape:

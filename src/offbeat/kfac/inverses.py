@@ -42,7 +42,6 @@ from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import (
     FactorShape,
     cholesky_,
-    is_tiny,
     mirror_,
     pack,
     unpack,
@@ -229,7 +228,7 @@ def damp_and_invert_(
         one, shape (n,).
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
-    has_tiny = is_tiny(len(matrices), matrices.shape[1])
+    has_tiny = FactorShape(groups=len(matrices), dim=matrices.shape[1]).is_tiny
     if has_tiny and form != "triangle":
         return _by_cofactors(matrices)
     has_values = matrices.device.type != "meta"

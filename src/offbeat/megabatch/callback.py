@@ -768,13 +768,15 @@ class MegaBatchCallback(Callback):
         counts = {
             "num_merges": self._protocol.num_merges,
             "merged_at": self._steps_before + self._merged_at_step,
-            "since_merge": self._num_steps - self._merged_at_step,
             "batch_sizes": list(self.batch_sizes),
             "base": self._base,
         }
         momentum = {} if self._momentum is None else self._momentum.state()
         so_far = self._pace if self._under_way is None else self._pace_before
-        pace = asdict(so_far) | {"missed_rounds": self._missed_rounds}
+        pace = asdict(so_far) | {
+            "missed_rounds": self._missed_rounds,
+            "since_merge": self._num_steps - self._merged_at_step,
+        }
         state: CallbackState = {
             "replicated": counts | momentum,
             "local": pace | self._weights.counter_state(),
@@ -804,7 +806,8 @@ class MegaBatchCallback(Callback):
         self._protocol.num_merges = int(saved["num_merges"])
         self._protocol.rows.forget()  # The ranks' models may differ.
         self._steps_before = int(saved["merged_at"]) - self._merged_at_step
-        self._num_steps = self._merged_at_step + int(saved["since_merge"])
+        since_merge = local.get("since_merge", saved.get("since_merge", 0))
+        self._num_steps = self._merged_at_step + int(since_merge)
         sizes = tuple(map(int, saved["batch_sizes"]))
         self._pace, self._missed_rounds = Pace(), False
         # With another number of workers, sizes begin anew: other workers have other speeds; so they

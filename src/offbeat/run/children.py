@@ -40,16 +40,19 @@ class ChildFunction:
                 return self._function(*args, **kwargs)
         # What is imported here takes a while, and processes that are forked need none of it.
         from offbeat.run.config import RunConfig
-        from offbeat.run.coupling import ModelListener, ScriptSessions
+        from offbeat.run.coupling import ScriptSessions
         from offbeat.run.recipes import recipe_for
+        from offbeat.run.recording import ScriptRecorder
         from offbeat.run.worker import patched_for
 
         _patched_here.append(os.getpid())
         # The script says who its ranks are; the supervisor's store is for its own workers.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         config = RunConfig.from_json(os.environ[CHILD_VARIABLE])
-        recipe = recipe_for(config.strategy, config.strategy_options)
-        sessions = ScriptSessions(recipe, ModelListener())
+        recipe = recipe_for(config)
+        # Whose steps are in no record.
+        recorder = ScriptRecorder(lambda: None, lambda report: None, stop_after=None)
+        sessions = ScriptSessions(recipe, recorder)
         refusal = None if config.workers == 1 else patches.STARTED_TWICE
         with patched_for(recipe, sessions), patches.no_group(refusal):
             patches.renew_names(named)

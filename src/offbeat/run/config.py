@@ -9,15 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from offbeat.codec.json_objects import Between, Count, build
+from offbeat.codec.described_options import OneOrMore, Range
+from offbeat.codec.json_objects import Count, build
 from offbeat.errors import ConfigError
 
 EmulationMode: TypeAlias = Literal["auto", "namespaces", "delaying", "none"]
 """How a cluster is imitated."""
 
 MAX_WORKERS: Final = 65_536
-
-Number: TypeAlias = Annotated[int, Between(1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +68,14 @@ class RunConfig:
     task_options: Mapping[str, object]
     strategy: str
     strategy_options: Mapping[str, object]
-    workers: Annotated[int, Between(1, MAX_WORKERS)]
-    epochs: Number | None = None
-    steps: Number | None = None
+    workers: Annotated[
+        int, Range(f"from 1 to {MAX_WORKERS}", range(1, MAX_WORKERS + 1).__contains__)
+    ]
+    epochs: OneOrMore | None = None
+    steps: OneOrMore | None = None
     seed: Count = 0
-    checkpoint_every: Number | None = None
-    eval_every: Number | None = None
+    checkpoint_every: OneOrMore | None = None
+    eval_every: OneOrMore | None = None
     cluster: Mapping[str, object] | None = None
     emulation: EmulationMode = "auto"
     script: ScriptCommand | None = None

@@ -16,7 +16,6 @@ wrapped anew.
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import sys
 import weakref
@@ -30,20 +29,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from offbeat.callbacks.context import LOGGER
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.run.children import ChildFunction
 from offbeat.run.evaluation import EvaluationWeights
 from offbeat.run.patches import ScriptListener
 from offbeat.run.recipes import ScriptRecipe, ShardedModule, refuse_clipping_by_value
+from offbeat.run.recording import ScriptRecorder
 from offbeat.run.step_recorder import ExchangeSession
 from offbeat.session.session import Adopted, Session
 from offbeat.session.state import reshard
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import is_in_flat_parameter, only_makes_state
 from offbeat.transport.connect import is_returning
-
-LOGGER = logging.getLogger("offbeat")
-
 
 NOT_DISTRIBUTED = """\
 {script} trains on one rank only, with neither DistributedDataParallel nor offbeat.attach; add
@@ -78,38 +76,6 @@ NO_OPTIMIZER = """\
 NO_TRAINING = """\
 {script} came to its end and no training was seen, so {strategy} has done nothing: no optimizer of\
  torch.optim has taken a step in the process that runs it"""
-
-
-class ModelListener:
-    """Hears of models that are trained, as the record of the run does. Does nothing unless a
-    subclass overrides it.
-    """
-
-    def attached(
-        self, session: ExchangeSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """`session` is at work on `model`, which `optimizer` steps."""
-
-    def loss_seen(self, loss: torch.Tensor, scale: float | torch.Tensor) -> None:
-        """`backward` is called on `loss`, which is `scale` times the script's."""
-
-    def backward_ended(self) -> None:
-        """What `loss_seen` announced is over."""
-
-    def samples_seen(self, model: torch.nn.Module, args: Sequence[Any]) -> None:
-        """A forward pass of `model` for training begins with these arguments."""
-
-    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """A scaler has taken a step of `optimizer`, or left it out."""
-
-    def evaluates(self) -> None:
-        """The script puts a model out of training mode."""
-
-    def stepped_without_session(self) -> None:
-        """The script, which has a process group and no DDP model, has taken a step."""
-
-    def training_ends(self) -> None:
-        """The script takes no more steps. Its sessions are about to end."""
 
 
 class _Coupled:
@@ -190,29 +156,30 @@ class ScriptSessions(ScriptListener):
 
     Args:
         recipe: what is attached.
-        listener: hears of models.
+        recorder: hears of models that are trained.
 
     Attributes:
         num_ddp_models: DDP models that the script has made.
         num_attached: sessions that were attached, by this or by the script itself.
+        has_made_anything: whether the script has made a DDP model or an optimizer.
         num_processes: processes that the script has started, but for those that load data.
         trains_without_session: whether its first step was of a model that no session has.
         trains_without_ddp: whether that step was in a process group.
     """
 
-    def __init__(self, recipe: ScriptRecipe, listener: ModelListener) -> None:
+    def __init__(self, recipe: ScriptRecipe, recorder: ScriptRecorder) -> None:
         self.num_ddp_models = 0
         self.num_attached = 0
         self.num_processes = 0
         self.trains_without_session = self.trains_without_ddp = False
         self._recipe = recipe
-        self._listener = listener
+        self._recorder = recorder
         # Those that live, in the order in which the script has made them: what wraps an optimizer
         # is made before the one inside. The older ones were made before the last coupling. Which of
         # them still live depends on the garbage collector, so it may differ between ranks.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self._older: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._has_made_optimizer = False
+        self.has_made_anything = False
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._last_scaler: Callable[[], torch.amp.GradScaler | None] = lambda: None
         self._carried = CarriedStates()
@@ -225,11 +192,6 @@ class ScriptSessions(ScriptListener):
         self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._left: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_told_of_override = self._has_told_of_turns = False
-
-    @property
-    def has_made_anything(self) -> bool:
-        """Whether the script has made a DDP model or an optimizer."""
-        return bool(self.num_ddp_models or self._has_made_optimizer)
 
     # What the script does
 
@@ -249,6 +211,7 @@ class ScriptSessions(ScriptListener):
     @override
     def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
         self.num_ddp_models += 1
+        self.has_made_anything = True
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         adopted: Adopted = "model" if ddp.broadcast_buffers else "parameters"
         sends = ddp.broadcast_buffers
@@ -266,7 +229,7 @@ class ScriptSessions(ScriptListener):
 
     @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers[optimizer], self._has_made_optimizer = None, True
+        self._optimizers[optimizer], self.has_made_anything = None, True
         with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
             self._carried.watch(optimizer)
 
@@ -285,12 +248,12 @@ class ScriptSessions(ScriptListener):
 
     @override
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        self._listener.scaler_steps(optimizer)
+        self._recorder.scaler_steps(optimizer)
 
     @override
     def mode_changed(self, module: torch.nn.Module) -> None:
         if not module.training and id(module) in self._attached_models:
-            self._listener.evaluates()
+            self._recorder.evaluates()
         for coupled in self._coupled:
             if coupled.evaluation is not None and id(module) in coupled.wholes:
                 coupled.evaluation.mode_changed(training=module.training)
@@ -300,12 +263,12 @@ class ScriptSessions(ScriptListener):
         scale: float | torch.Tensor = 1.0
         if (scaler := self._scaler_in_use()) is not None:  # `get_scale` would wait for the device
             scale = scaler.scale(torch.ones((), device=loss.device))
-        self._listener.loss_seen(loss, scale)
+        self._recorder.loss_seen(loss, scale)
 
     @override
     def backward_ended(self) -> None:
         self._recipe.backward_ended()
-        self._listener.backward_ended()
+        self._recorder.backward_ended()
 
     @override
     def clips(
@@ -366,13 +329,13 @@ class ScriptSessions(ScriptListener):
     ) -> None:
         self.num_attached += 1
         self._attached_models.add(id(model))
-        self._listener.attached(session, model, optimizer)
+        self._recorder.attached(session, model, optimizer)
 
     def close(self, error: BaseException | None, *, averages: bool = False) -> None:
         """End all sessions; after `error`, if that ended the script. Idempotent. `averages`: as of
         `_end`.
         """
-        self._listener.training_ends()
+        self._recorder.training_ends()
         for coupled in list(self._coupled):
             self._end(coupled, error, averages=averages)
 
@@ -416,7 +379,7 @@ class ScriptSessions(ScriptListener):
     ) -> None:
         if not torch.is_grad_enabled() or isinstance(ddp.module, DistributedDataParallel):
             return  # of several wrappers around each other the innermost one has the model
-        self._listener.samples_seen(ddp.module, args)
+        self._recorder.samples_seen(ddp.module, args)
         coupled = self._couple(ddp)
         if coupled is None:
             return
@@ -506,7 +469,7 @@ class ScriptSessions(ScriptListener):
                 coupled.evaluation = EvaluationWeights(session, model, optimizer)
         self._attached_models |= coupled.wholes
         self.num_attached += 1
-        self._listener.attached(session, model, optimizer)
+        self._recorder.attached(session, model, optimizer)
         return coupled
 
     def _end_those_gone(self, newest: Session) -> None:
@@ -548,8 +511,6 @@ class ScriptSessions(ScriptListener):
             return
         # Not `finish`: no rank is to wait for one that has come back and begun anew.
         session.__exit__(None, None, None)
-        if coupled.evaluation is not None:
-            coupled.evaluation.session_ended()
 
     # Steps
 
@@ -578,7 +539,7 @@ class ScriptSessions(ScriptListener):
             self.trains_without_session = True
             _refuse_what_nobody_exchanges(optimizer)
             self.trains_without_ddp = True
-            optimizer.register_step_post_hook(lambda *_: self._listener.stepped_without_session())
+            optimizer.register_step_post_hook(lambda *_: self._recorder.stepped_without_session())
             LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))
         elif not self._recipe.ddp_exchanges and any(
             id(p) in stepped for ddp in self._wrapped for p in ddp.module.parameters()

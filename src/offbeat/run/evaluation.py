@@ -29,7 +29,6 @@ So what is evaluated and saved is up to one period, or `MEAN_EVERY` steps, old.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -37,7 +36,9 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
+from typing_extensions import override
 
+from offbeat.callbacks.context import LOGGER
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError
 from offbeat.session.metrics import SessionObserver
@@ -53,7 +54,6 @@ that sends the weights in each step.
 _NUM_SAMPLED: Final = 8
 """Of how many parameters a few elements are looked at after each step."""
 
-LOGGER = logging.getLogger("offbeat")
 
 _OVER_MEAN: Final = (
     "the script has written into the parameters while they held the mean of all ranks' models: this"
@@ -99,6 +99,7 @@ class EvaluationWeights(SessionObserver):
             self._handles.append(module.register_state_dict_post_hook(hook))
         session.observers.append(self)
 
+    @override
     def step_ended(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._loaded_since_step = None
@@ -151,16 +152,15 @@ class EvaluationWeights(SessionObserver):
             LOGGER.warning("this rank keeps its own weights: %s", error)
 
     def close(self) -> None:
-        """Take hooks out. A model that is not in training mode stays the mean."""
-        for handle in self._handles:
-            handle.remove()
-        if self in self._session.observers:
-            self._session.observers.remove(self)
+        """The session is about to end. A model that is not in training mode stays the mean."""
         self._rest.close()
 
-    def session_ended(self) -> None:
-        """The session has ended well, and may have put an average into the model."""
-        if self._loaded_since_step is not None:
+    @override
+    def closed(self, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        # A session that has ended well may have put an average into the model.
+        if error is None and self._loaded_since_step is not None:
             self._write(self._loaded_since_step)
 
     def _step_begins(self, *_: Any) -> None:

@@ -53,9 +53,9 @@ import multiprocessing.process
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -161,10 +161,29 @@ def _reducer_for(listener: ScriptListener) -> type[IdleReducer]:
     return ListeningReducer
 
 
-def _put(stack: ExitStack, owner: object, name: str, value: object) -> None:
-    """Let `owner` have `value` under this name until `stack` is closed."""
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
+class _Changes(ExitStack):
+    """What stands in the place of something else until this is closed."""
+
+    def put(self, owner: object, name: str, value: object) -> None:
+        """Let `owner` have `value` under this name."""
+        self.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def around(self, name: str, *owners: object) -> Callable[[Callable[..., Any]], None]:
+        """Let the first of `owners`, and the others with it, have a function under this name that
+        calls the decorated one, with what is there now as its first argument.
+        """
+        original = getattr(owners[0], name)
+
+        def decorate(call: Callable[..., Any]) -> None:
+            @wraps(original)
+            def changed(*args: Any, **kwargs: Any) -> Any:
+                return call(original, *args, **kwargs)
+
+            for owner in owners:
+                self.put(owner, name, changed)
+
+        return decorate
 
 
 @contextmanager
@@ -178,54 +197,78 @@ def patched(
         exchanges: whether DDP itself exchanges gradients, as it does outside of `offbeat run`.
         ddp_options: what DDP is made with, in the place of what the script says.
     """
-    with ExitStack() as stack:
-        put = partial(_put, stack)
-        ddp = DistributedDataParallel
-        put(ddp, "__init__", _ddp_init(ddp.__init__, listener, exchanges, ddp_options))
-        prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener, exchanges)
-        put(ddp, PREPARES_FORWARD_OF_DDP, prepares)
-        if not exchanges:
-            put(dist, "Reducer", _reducer_for(listener))
-            put(dist, "Logger", IdleReducer)
-            put(ddp, CALLS_MODULE_OF_DDP, lambda model, *args, **kw: model.module(*args, **kw))
-            for name in ("register_comm_hook", REGISTERS_BUILTIN_HOOK):
-                put(ddp, name, lambda model, *_, **__: listener.hook_ignored(model))
-            put(ddp, "join_hook", _refuse_join)
-        for owner, name, tell in (
-            (torch.optim.Optimizer, "__init__", listener.optimizer_made),
-            (torch.amp.GradScaler, "__init__", listener.scaler_made),
-            (torch.amp.GradScaler, "scale", listener.scaler_used),
-            (torch.nn.Module, "train", listener.mode_changed),
-        ):
-            put(owner, name, _then(getattr(owner, name), tell))
-        put(torch.amp.GradScaler, "step", _scaler_step(torch.amp.GradScaler.step, listener))
-        before_step = register_optimizer_step_pre_hook(_before_step(listener))
-        stack.callback(before_step.remove)
-        put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener, exchanges))
-        put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
-        clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
-        clip_with_norm = _clip_with_norm(torch.nn.utils.clip_grads_with_norm_, listener)
-        put(torch.nn.utils, "clip_grads_with_norm_", clip_with_norm)
-        clip_value = _clip_value(torch.nn.utils.clip_grad_value_, listener)
-        for module in (torch.nn.utils, clip_grad):
-            put(module, "clip_grad_norm_", clip)
-            put(module, "clip_grad_value_", clip_value)
+    with _Changes() as changes:
+        _change_ddp(changes, listener, exchanges, ddp_options)
+        _change_fully_shard(changes, listener, exchanges)
+        _change_steps(changes, listener)
+        _change_clipping(changes, listener)
         kept: list[dist.ProcessGroup | None] = []
-        stack.callback(kept.clear)
-        destroy = _destroy(dist.destroy_process_group, listener, kept)
-        for module in (dist, distributed_c10d):
-            put(module, "destroy_process_group", destroy)
+        changes.callback(kept.clear)
+
+        @changes.around("destroy_process_group", dist, distributed_c10d)
+        def destroy(original: Callable[..., Any], group: dist.ProcessGroup | None = None) -> Any:
+            if group is None or group is dist.group.WORLD:
+                listener.group_ends()
+            kept.append(dist.group.WORLD if group is None else group)
+            return original(group)
+
         yield
 
 
-def _follow_shards(
-    original: Callable[..., Any], listener: ScriptListener, exchanges: bool
-) -> Callable[..., Any]:
+def _change_ddp(
+    changes: _Changes, listener: ScriptListener, exchanges: bool, options: Mapping[str, object]
+) -> None:
+    ddp = DistributedDataParallel
+    signature = inspect.signature(ddp.__init__)
+
+    @changes.around("__init__", ddp)
+    def init(original: Callable[..., None], made: Any, *args: Any, **kw: Any) -> None:
+        for option in ("mixed_precision", "delay_all_reduce_named_params"):
+            if not exchanges and kw.get(option):
+                raise UnsupportedError(
+                    f"DistributedDataParallel({option}=...) exchanges gradients in a way of its"
+                    " own, which no strategy can take over; leave it out"
+                )
+        asked = signature.bind(made, *args, **kw).arguments
+        listener.ddp_begins(asked["module"])
+        original(made, *args, **{**kw, **options})
+        listener.ddp_made(made, bool(asked.get("init_sync", True)))
+
+    def tell(ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
+        if not exchanges:
+            forget_active_ddp_module()
+        listener.forward_begins(ddp, args)
+
+    tell_uncompiled = torch.compiler.disable(tell)
+
+    @changes.around(PREPARES_FORWARD_OF_DDP, ddp)
+    def pre_forward(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        tell_uncompiled(model, [*args, *kwargs.values()])
+        return original(model, *args, **kwargs)
+
+    if exchanges:
+        return
+    changes.put(dist, "Reducer", _reducer_for(listener))
+    changes.put(dist, "Logger", IdleReducer)
+    changes.put(ddp, CALLS_MODULE_OF_DDP, lambda model, *args, **kw: model.module(*args, **kw))
+    for name in ("register_comm_hook", REGISTERS_BUILTIN_HOOK):
+        changes.put(ddp, name, lambda model, *_, **__: listener.hook_ignored(model))
+
+    def join_hook(self: DistributedDataParallel, **_: Any) -> Any:
+        raise UnsupportedError(
+            "ddp.join() and Join([ddp]) are of DDP's own exchange, which offbeat run replaces; give"
+            " every rank equally many batches, as DistributedSampler does"
+        )
+
+    changes.put(ddp, "join_hook", join_hook)
+
+
+def _change_fully_shard(changes: _Changes, listener: ScriptListener, exchanges: bool) -> None:
     def begins(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         listener.sharded_forward_begins(module, [*args, *kwargs.values()])
 
-    @wraps(original)
-    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+    @changes.around("fully_shard", fsdp)
+    def fully_shard(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         mesh = kwargs.get("mesh")
         if not exchanges and mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names:
             kwargs["mesh"] = mesh[mesh.mesh_dim_names[1]]
@@ -236,7 +279,87 @@ def _follow_shards(
             each.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         return result
 
-    return fully_shard
+
+def _change_steps(changes: _Changes, listener: ScriptListener) -> None:
+    def tell_after(owner: type, name: str, tell: Callable[[Any], None]) -> None:
+        @changes.around(name, owner)
+        def both(original: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(it, *args, **kwargs)
+            tell(it)
+            return result
+
+    tell_after(torch.optim.Optimizer, "__init__", listener.optimizer_made)
+    tell_after(torch.amp.GradScaler, "__init__", listener.scaler_made)
+    tell_after(torch.amp.GradScaler, "scale", listener.scaler_used)
+    tell_after(torch.nn.Module, "train", listener.mode_changed)
+
+    @changes.around("step", torch.amp.GradScaler)
+    def scaler_step(
+        original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(scaler, optimizer, *args, **kwargs)
+        listener.scaler_steps(optimizer)
+        return result
+
+    def before_step(
+        optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        listener.step_begins(optimizer, has_closure=callable(closure))
+
+    changes.callback(register_optimizer_step_pre_hook(before_step).remove)
+
+    @changes.around("backward", torch.Tensor)
+    def backward(original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kw: Any) -> None:
+        if has_torch_function([loss]):  # the tensor's class calls this method again
+            original(loss, *args, **kw)
+            return
+        listener.backward_begins(loss)
+        original(loss, *args, **kw)
+        listener.backward_ended()
+
+
+_Given: TypeAlias = torch.Tensor | Iterable[torch.Tensor]
+"""Parameters, as functions of `torch.nn.utils` take them."""
+
+
+def _change_clipping(changes: _Changes, listener: ScriptListener) -> None:
+    def listed(parameters: _Given) -> list[torch.Tensor]:
+        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+    @changes.around("clip_grad_norm_", torch.nn.utils, clip_grad)
+    def clip_grad_norm_(
+        original: Callable[..., Any],
+        parameters: _Given,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = listed(parameters)
+        norm = listener.clips(given, float(max_norm), float(norm_type))
+        if norm is None and float(max_norm) == math.inf:
+            # PyTorch would multiply by 1, and whoever looks for changes of gradients finds one.
+            gradients = [each.grad for each in given if each.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients, norm_type, *args, **kwargs)
+        return original(given, max_norm, norm_type, *args, **kwargs) if norm is None else norm
+
+    @changes.around("clip_grads_with_norm_", torch.nn.utils)
+    def clip_grads_with_norm_(
+        original: Callable[..., None], parameters: _Given, max_norm: float, *args: Any, **kw: Any
+    ) -> None:
+        given = listed(parameters)
+        # Nobody is told of which kind the norm is; usually it is the Euclidean one.
+        if listener.clips(given, float(max_norm), 2.0) is None and float(max_norm) != math.inf:
+            original(given, max_norm, *args, **kw)
+
+    @changes.around("clip_grad_value_", torch.nn.utils, clip_grad)
+    def clip_grad_value_(
+        original: Callable[..., None], parameters: _Given, *args: Any, **kw: Any
+    ) -> None:
+        given = listed(parameters)
+        listener.clips_by_value(given)
+        original(given, *args, **kw)
 
 
 @contextmanager
@@ -252,14 +375,11 @@ def beside_the_group(rank: int, world_size: int) -> Iterator[None]:
         initialise(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     initialise = dist.init_process_group
-    with ExitStack() as stack:
+    with _Changes() as changes:
         for module in (dist, distributed_c10d):
-            for name, value in (
-                ("init_process_group", init_process_group),
-                ("get_rank", lambda group=None: rank),
-                ("get_world_size", lambda group=None: world_size),
-            ):
-                _put(stack, module, name, value)
+            changes.put(module, "init_process_group", init_process_group)
+            changes.put(module, "get_rank", lambda group=None: rank)
+            changes.put(module, "get_world_size", lambda group=None: world_size)
         yield
 
 
@@ -309,9 +429,9 @@ def no_group(refusal: str | None) -> Iterator[None]:
     def init_process_group(*_: Any, **__: Any) -> None:
         raise UnsupportedError(refusal or "")
 
-    with ExitStack() as stack:
+    with _Changes() as changes:
         for module in () if refusal is None else (dist, distributed_c10d):
-            _put(stack, module, "init_process_group", init_process_group)
+            changes.put(module, "init_process_group", init_process_group)
         yield
 
 
@@ -320,172 +440,17 @@ def processes_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     """The function of each process that the script starts goes through `wrap`, while the block
     runs. What `wrap` returns is pickled where the process is a fresh interpreter.
     """
-    base = multiprocessing.process.BaseProcess
-    original = base.__init__
+    with _Changes() as changes:
 
-    @wraps(original)
-    def init(self: Any, group: Any = None, target: Any = None, *args: Any, **kwargs: Any) -> None:
-        original(self, group, None if target is None else wrap(target), *args, **kwargs)
+        @changes.around("__init__", multiprocessing.process.BaseProcess)
+        def init(
+            original: Callable[..., None],
+            process: Any,
+            group: Any = None,
+            target: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            original(process, group, None if target is None else wrap(target), *args, **kwargs)
 
-    with ExitStack() as stack:
-        _put(stack, base, "__init__", init)
         yield
-
-
-def _ddp_init(
-    original: Callable[..., None],
-    listener: ScriptListener,
-    exchanges: bool,
-    options: Mapping[str, object],
-) -> Callable[..., None]:
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        for option in ("mixed_precision", "delay_all_reduce_named_params"):
-            if not exchanges and kwargs.get(option):
-                raise UnsupportedError(
-                    f"DistributedDataParallel({option}=...) exchanges gradients in a way of its"
-                    " own, which no strategy can take over; leave it out"
-                )
-        asked = signature.bind(self, *args, **kwargs).arguments
-        listener.ddp_begins(asked["module"])
-        original(self, *args, **{**kwargs, **options})
-        listener.ddp_made(self, bool(asked.get("init_sync", True)))
-
-    return init
-
-
-def _pre_forward(
-    original: Callable[..., Any], listener: ScriptListener, exchanges: bool
-) -> Callable[..., Any]:
-    def tell(ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
-        if not exchanges:
-            forget_active_ddp_module()
-        listener.forward_begins(ddp, args)
-
-    tell_uncompiled = torch.compiler.disable(tell)
-
-    @wraps(original)
-    def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        tell_uncompiled(self, [*args, *kwargs.values()])
-        return original(self, *args, **kwargs)
-
-    return pre_forward
-
-
-def _refuse_join(self: DistributedDataParallel, **_: Any) -> Any:
-    raise UnsupportedError(
-        "ddp.join() and Join([ddp]) are of DDP's own exchange, which offbeat run replaces; give"
-        " every rank equally many batches, as DistributedSampler does"
-    )
-
-
-def _then(original: Callable[..., Any], tell: Callable[[Any], None]) -> Callable[..., Any]:
-    """`original`, a method, and then `tell` with its object."""
-
-    @wraps(original)
-    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        tell(self)
-        return result
-
-    return both
-
-
-def _scaler_step(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
-    @wraps(original)
-    def step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, optimizer, *args, **kwargs)
-        listener.scaler_steps(optimizer)
-        return result
-
-    return step
-
-
-def _before_step(listener: ScriptListener) -> Callable[..., None]:
-    def before_step(
-        optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        listener.step_begins(optimizer, has_closure=callable(closure))
-
-    return before_step
-
-
-def _backward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
-    @wraps(original)
-    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if has_torch_function([self]):  # the tensor's class calls this method again
-            original(self, *args, **kwargs)
-            return
-        listener.backward_begins(self)
-        original(self, *args, **kwargs)
-        listener.backward_ended()
-
-    return backward
-
-
-def _clip(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
-    @wraps(original)
-    def clip_grad_norm_(
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        given = _listed(parameters)
-        norm = listener.clips(given, float(max_norm), float(norm_type))
-        if norm is None and float(max_norm) == math.inf:
-            # PyTorch would multiply by 1, and whoever looks for changes of gradients finds one.
-            gradients = [each.grad for each in given if each.grad is not None]
-            return torch.nn.utils.get_total_norm(gradients, norm_type, *args, **kwargs)
-        return original(given, max_norm, norm_type, *args, **kwargs) if norm is None else norm
-
-    return clip_grad_norm_
-
-
-def _clip_with_norm(original: Callable[..., None], listener: ScriptListener) -> Callable[..., None]:
-    @wraps(original)
-    def clip_grads_with_norm_(
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        given = _listed(parameters)
-        # Nobody is told of which kind the norm is; usually it is the Euclidean one.
-        if listener.clips(given, float(max_norm), 2.0) is None and float(max_norm) != math.inf:
-            original(given, max_norm, *args, **kwargs)
-
-    return clip_grads_with_norm_
-
-
-def _clip_value(original: Callable[..., None], listener: ScriptListener) -> Callable[..., None]:
-    @wraps(original)
-    def clip_grad_value_(
-        parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
-    ) -> None:
-        given = _listed(parameters)
-        listener.clips_by_value(given)
-        original(given, *args, **kwargs)
-
-    return clip_grad_value_
-
-
-def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def _destroy(
-    original: Callable[..., Any], listener: ScriptListener, kept: list[dist.ProcessGroup | None]
-) -> Callable[..., Any]:
-    @wraps(original)
-    def destroy(group: dist.ProcessGroup | None = None) -> Any:
-        if group is None or group is dist.group.WORLD:
-            listener.group_ends()
-        kept.append(dist.group.WORLD if group is None else group)
-        return original(group)
-
-    return destroy

@@ -15,6 +15,7 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import UnsupportedError
+from offbeat.run.config import RunConfig
 from offbeat.run.step_recorder import ExchangeSession
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Adopted, Session
@@ -189,6 +190,7 @@ def refuse_clipping_by_value(strategy: Strategy) -> None:
         )
 
 
-def recipe_for(strategy: str, options: Mapping[str, object]) -> ScriptRecipe:
-    """What puts the strategy of this name into a script. Raises `ConfigError`."""
-    return StrategyRecipe(build_strategy(strategy, options, SCRIPT_STRATEGIES))
+def recipe_for(config: RunConfig) -> ScriptRecipe:
+    """What puts the strategy of this run into its script. Raises `ConfigError`."""
+    strategy = build_strategy(config.strategy, config.strategy_options, SCRIPT_STRATEGIES)
+    return StrategyRecipe(strategy)

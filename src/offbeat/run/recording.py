@@ -12,7 +12,6 @@ loss. A script that logs none has its training loss as its metric, as the mean o
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -28,11 +27,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from offbeat.callbacks.context import LOGGER
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.coordination import Coordinator, group_store
-from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
 from offbeat.run.records import Evaluation, RunDirectory, as_measured, begin_attempt, create
 from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, leave_out, write_end
@@ -72,9 +71,6 @@ _LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape", "fid")
 """Words that decide, whatever else a name says: top1_error, dice_loss, fid_score."""
 
 
-LOGGER = logging.getLogger("offbeat")
-
-
 def higher_is_better(name: str) -> bool:
     """Whether a metric of this name is the better the higher it is: accuracies, scores and rewards
     are; whatever else, such as losses, errors and perplexities, is not.
@@ -93,7 +89,7 @@ class OpenRecord:
     coordinator: Coordinator
 
 
-class ScriptRecorder(SessionObserver, ModelListener):
+class ScriptRecorder(SessionObserver):
     """Records one rank of a script.
 
     Args:
@@ -198,6 +194,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
             so_far = self._loss_of_step
             self._loss_of_step = seen if so_far is None else so_far + seen
 
+    def backward_ended(self) -> None:
+        """What `loss_seen` announced is over."""
+
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """A scaler has taken a step of `optimizer`, or left it out."""
         if optimizer is self._optimizer:
@@ -210,13 +209,13 @@ class ScriptRecorder(SessionObserver, ModelListener):
         """The script puts a model out of training mode: what follows belongs to no step."""
         self._has_evaluated = True
 
-    @override
     def stepped_without_session(self) -> None:
+        """The script, which has a process group and no DDP model, has taken a step."""
         self.position.step += 1
         self._stop_at_limit()
 
-    @override
     def training_ends(self) -> None:
+        """The script takes no more steps. Its sessions are about to end."""
         # Only a supervisor asks. The store of others may have gone with the rank that served it.
         if self._recorder is not None and self._recorder.run.coordinator.supervised:
             self._recorder.run.coordinator.take_no_more_steps()
@@ -535,15 +534,6 @@ class _ClosingRecorder(ScriptRecorder):
 def _config_of(strategy: Strategy) -> RunConfig:
     words = sys.argv or [""]
     script = ScriptCommand(path=words[0] or "session", arguments=words[1:])
-    values = strategy_values(strategy).items()
-    options = {name: _as_json(value) for name, value in values}
+    # Objects of Python stand in a record as what they print.
+    options = json.loads(json.dumps(strategy_values(strategy), default=repr))
     return script_run(script, strategy.name, options, workers=1)
-
-
-def _as_json(value: Any) -> object:
-    """An option as it stands in a record: objects of Python by what they print."""
-    try:
-        found: object = json.loads(json.dumps(value))
-        return found
-    except (TypeError, ValueError):
-        return repr(value)

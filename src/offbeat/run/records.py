@@ -257,14 +257,7 @@ class RunDirectory:
         """
         self.path = path
         self.head = read_head(path)
-
-    @property
-    def config(self) -> RunConfig:
-        return self.head.config
-
-    @property
-    def attempts(self) -> Sequence[Attempt]:
-        return self.head.attempts
+        self.config, self.attempts = self.head.config, self.head.attempts
 
     def summary(self) -> Summary | None:
         """How the run ended; None while it runs, or when it was killed."""

@@ -10,6 +10,7 @@ finished when one worker has finished.
 
 from __future__ import annotations
 
+import math
 import secrets
 import selectors
 import signal
@@ -125,9 +126,7 @@ class WorkerGroup:
         self._num_interrupts = 0
         self._stop_signal: int = signal.SIGTERM
         self._secret = secrets.token_hex(32) if share is None else share.secret
-        self._stop_deadline_s: float | None = None
-        self._fail_deadline_s: float | None = None
-        self._end_deadline_s: float | None = None
+        self._stop_deadline_s = self._fail_deadline_s = self._end_deadline_s = math.inf
         self._only_returned_since_s: float | None = None
 
     def __enter__(self) -> Self:
@@ -298,7 +297,7 @@ class WorkerGroup:
         """
         now_s = time.monotonic()
         alive = [worker for worker in self._workers if worker.alive]
-        if self._num_interrupts and self._stop_deadline_s is None:
+        if self._num_interrupts and self._stop_deadline_s == math.inf:
             self._stop_deadline_s = now_s + _STOP_S
             for worker in alive:
                 # It asks for a checkpoint.
@@ -307,12 +306,12 @@ class WorkerGroup:
                 worker.process.send_signal(signal.SIGCONT)
         self._find_deaths()
         if all(worker.death_recorded for worker in self._dead):
-            self._fail_deadline_s = None
-        elif self._fail_deadline_s is None:
+            self._fail_deadline_s = math.inf
+        elif self._fail_deadline_s == math.inf:
             self._fail_deadline_s = now_s + _LAST_REPORTS_S
         if (
             self.peers_go_on
-            and self._end_deadline_s is None
+            and self._end_deadline_s == math.inf
             and any(worker.ended_well for worker in self._workers)
             and not (self._program.ends_alone and any(not worker.restart for worker in alive))
         ):
@@ -320,12 +319,10 @@ class WorkerGroup:
         returned = [worker for worker in alive if worker.restart]
         if self._program.ends_alone and returned and self._only_returned_step(now_s):
             self._end(returned)
-        if self._end_deadline_s is None and alive and self._first_to_leave is not None:
+        if self._end_deadline_s == math.inf and alive and self._first_to_leave is not None:
             self._end_deadline_s = now_s + _END_S
-        deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
-        if self._num_interrupts > 1 or any(
-            deadline is not None and now_s > deadline for deadline in deadlines
-        ):
+        first_s = min(self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
+        if self._num_interrupts > 1 or now_s > first_s:
             self._end(alive)
 
     def _end(self, workers: Sequence[LocalWorker]) -> None:

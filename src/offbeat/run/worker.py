@@ -167,13 +167,9 @@ def run_as_main(script: ScriptCommand) -> None:
         runpy.run_path(script.path, run_name="__main__")
 
 
-def _recipe_of(config: RunConfig, opened: OpenRecord) -> ScriptRecipe:
-    return recipe_for(config.strategy, config.strategy_options)
-
-
 def run_supervised(
     make_recorder: Callable[..., ScriptRecorder] = ScriptRecorder,
-    make_recipe: Callable[[RunConfig, OpenRecord], ScriptRecipe] = _recipe_of,
+    make_recipe: Callable[[RunConfig, OpenRecord], ScriptRecipe] = lambda run, _: recipe_for(run),
     obey: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Entry point of a supervised worker: run the script of the record that the command line names;
@@ -218,8 +214,7 @@ def run_launched(config: RunConfig, out: Path | None, *, rank: int) -> int:
     os.environ.setdefault("WORLD_SIZE", str(config.workers))
     if local := os.environ.get("SLURM_LOCALID"):
         os.environ.setdefault("LOCAL_RANK", local)
-    recipe = recipe_for(config.strategy, config.strategy_options)
-    return carry_out(config, recipe, recorder, _say, rank=rank)
+    return carry_out(config, recipe_for(config), recorder, _say, rank=rank)
 
 
 def _say(report: Report) -> None:

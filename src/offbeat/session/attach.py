@@ -18,7 +18,7 @@ from offbeat.codec.option_value import require_at_least, require_one_of, require
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
 from offbeat.session.loggers import LiveMetrics, MetricsLogger
 from offbeat.session.session import ATTACHED_MODELS, Adopted, Finish, Session
-from offbeat.session.sharded import ShardedModel, check_sharded
+from offbeat.session.sharded import Replica, check_sharded
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy, parse_spec
 from offbeat.transport.connect import (
@@ -212,7 +212,7 @@ def attach_through(
     keep_freed_memory()
     returns = is_returning()
     if optimizer is not None:
-        optimizer = _unwrapped(optimizer)
+        optimizer = unwrapped(optimizer)
     if not returns:
         join_process_group()
     grid = None
@@ -241,7 +241,7 @@ def attach_through(
         raise refusal
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     device = next((p.device for p in parameters if p.is_cuda), None)
-    sharded = None
+    replica = None
     if grid is None:
         connection = reconnect() if returns else connect(group, device=device)
     else:
@@ -255,7 +255,7 @@ def attach_through(
         )
     try:
         if grid is not None:
-            sharded = ShardedModel(model, place, connect_island(grid.island, place.island))
+            replica = Replica(model, place, connect_island(grid.island, place.island))
             named = GlobalRanks(connection.driver, place.column)
             connection = Connection(driver=named, network=connection.network)
         return Session(
@@ -272,7 +272,7 @@ def attach_through(
             replica_check_interval=replica_check_interval,
             ignored=ignored,
             adopted=adopted,
-            sharded=sharded,
+            replica=replica,
         )
     except BaseException as error:
         # All ranks come to a refusal and to the difference between ranks alike. Of anything else
@@ -283,8 +283,8 @@ def attach_through(
             with suppress(OffbeatError):
                 connection.driver.abort(f"{type(error).__name__}: {error}", blame=blame)
         connection.driver.close()
-        if sharded is not None:
-            sharded.island.driver.close()
+        if replica is not None:
+            replica.island.driver.close()
         raise
 
 
@@ -329,7 +329,7 @@ def island_mesh(device_type: str, num_shards: int) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that makes the steps, of one that a framework has wrapped.
 
     Accelerate's is a `torch.optim.Optimizer` by its class and was never initialised as one; its

@@ -187,22 +187,17 @@ class EventDispatcher:
     def listen(self, acting: Strategy | None) -> None:
         """Look at the callbacks anew: those of `acting` have taken the place of others."""
         self._num_listening = -1
-        self._watch: StepWatch | None = None
         differ = acting is not None and acting.replicas_differ and self._driver.world_size > 1
         # Of shards FSDP may have put whole parameters in place by the end.
         wholes = {name: p for name, p in self._frozen.items() if not isinstance(p, Shard)}
-        self._frozen_watch = FrozenWatch(
-            parameters=wholes if differ else {},
+        acts_at_steps = acting is not None and acting.acts_at_steps
+        self._watch = LoopWatch(
+            trained=list(self._parameters.values()) if acts_at_steps else (),
+            frozen=wholes if differ else {},
             strategy=type(acting).__name__,
             warn=self._notices.warn,
+            num_merges=self._num_merges,
         )
-        if acting is not None and acting.acts_at_steps:
-            self._watch = StepWatch(
-                parameters=list(self._parameters.values()),
-                strategy=type(acting).__name__,
-                warn=self._notices.warn,
-                num_merges=self._num_merges,
-            )
         # Once, because a parameter that is frozen by then takes no hook.
         if self._those_with("on_gradient_ready") and not self._hears_of_gradients:
             self._hears_of_gradients = True
@@ -230,20 +225,27 @@ class EventDispatcher:
             }
         return self._listening[event]
 
+    def tell(
+        self,
+        event: Callable[Concatenate[Callback, Arguments], None],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        """Let each callback act on `event`, a method of `Callback`, in order."""
+        for callback in self._those_with(event.__name__):
+            getattr(callback, event.__name__)(*args, **kwargs)
+
     @_plainly
     def report_failed_pass(self) -> None:
         """If a backward pass was begun and an exception ended it, say so now."""
         if self._open_pass != NO_BACKWARD_PASS == current_backward_pass():
             _reached.pop(self._open_pass, None)
             self._open_pass = NO_BACKWARD_PASS
-            for callback in self._those_with("on_backward_failed"):
-                callback.on_backward_failed()
+            self.tell(Callback.on_backward_failed)
 
     def session_ends(self) -> None:
         """The loop has ended well."""
-        if self._watch is not None:
-            self._watch.session_ends()
-        self._frozen_watch.session_ends()
+        self._watch.session_ends()
 
     def remove(self) -> None:
         """Take every hook out. Idempotent."""
@@ -275,8 +277,7 @@ class EventDispatcher:
     def _forward_begins(self, *, trains: bool) -> None:
         if self._notices.due:
             self._notices.issue_warnings()
-        for callback in self._those_with("on_forward_begins"):
-            callback.on_forward_begins(trains=trains)
+        self.tell(Callback.on_forward_begins, trains=trains)
 
     def parameters_needed(self) -> None:
         """All parameters are about to be copied."""
@@ -327,8 +328,7 @@ class EventDispatcher:
                     " script has no session, wrap the model in DistributedDataParallel anew"
                 )
         self._synchronised = self.sync.wanted
-        for callback in self._those_with("on_backward_begins"):
-            callback.on_backward_begins(synchronised=self._synchronised)
+        self.tell(Callback.on_backward_begins, synchronised=self._synchronised)
 
     @_plainly
     def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -347,10 +347,8 @@ class EventDispatcher:
         self._open_pass = NO_BACKWARD_PASS
         if self._is_removed:
             return
-        for callback in self._those_with("on_backward_done"):
-            callback.on_backward_done(synchronised=self._synchronised)
-        if self._watch is not None:
-            self._watch.backward_done()
+        self.tell(Callback.on_backward_done, synchronised=self._synchronised)
+        self._watch.backward_done()
 
     @_plainly
     def _before_step(
@@ -366,17 +364,14 @@ class EventDispatcher:
             return None
         self.report_failed_pass()
         self._refuse_added(optimizer)
-        self._watch = None
-        self._frozen_watch.step_begins()
+        self._watch.step_begins()
         if not (self._has_scaler or self.num_steps):
             refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):  # it will run backward, and that exchanges
-            for callback in self._those_with("on_closure"):
-                callback.on_closure()
+            self.tell(Callback.on_closure)
             return args[:1], {**kwargs, "closure": self._then_update(closure)}
-        for callback in self._those_with("on_before_step"):
-            callback.on_before_step()
+        self.tell(Callback.on_before_step)
         self._before_update()
         return None
 
@@ -402,16 +397,14 @@ class EventDispatcher:
 
     @_plainly
     def _before_update(self) -> None:
-        for callback in self._those_with("on_before_update"):
-            callback.on_before_update()
+        self.tell(Callback.on_before_update)
 
     @_plainly
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._makes_state or inside_own_step(optimizer):
             return
         self.num_steps += 1
-        for callback in self._those_with("on_after_step"):
-            callback.on_after_step()
+        self.tell(Callback.on_after_step)
         self._driver.mark_step(self.num_steps)
         for observer in self._observers:
             observer.step_ended(self.num_steps)
@@ -442,12 +435,16 @@ def inside_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step whose hook asks is a part of another one of `optimizer`, whose class calls
     its base class's: PyTorch runs hooks in both, once anybody has made an optimizer of that one.
     """
-    code = getattr(type(optimizer).step, "__code__", None)
-    frame, num_steps = inspect.currentframe(), 0
+    return sum(each is optimizer for each in _under_way(type(optimizer).step)) > 1
+
+
+def _under_way(method: Callable[..., Any]) -> Iterator[Any]:
+    """The objects of which `method` is running now, the innermost call first."""
+    code, frame = getattr(method, "__code__", None), inspect.currentframe()
     while frame is not None:
-        num_steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        if frame.f_code is code:
+            yield frame.f_locals.get("self")
         frame = frame.f_back
-    return num_steps > 1
 
 
 def refuse_unknown_scaler() -> None:
@@ -457,16 +454,14 @@ def refuse_unknown_scaler() -> None:
         UnsupportedError: a GradScaler steps it: the loss is scaled by a factor that changes, and
             some steps are left out, both on each rank by itself.
     """
-    step = getattr(torch.amp.GradScaler.step, "__code__", None)
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is step and frame.f_locals["self"].is_enabled():
-            raise UnsupportedError(
-                "a GradScaler steps the optimizer and this session was not told of it, so ranks"
-                " would skip different steps, and what is owed would be scaled by a factor that"
-                " changes; pass it: offbeat.attach(..., scaler=scaler)"
-            )
-        frame = frame.f_back
+    # `offbeat run` has put another function in its place.
+    step = inspect.unwrap(torch.amp.GradScaler.step)
+    if any(scaler.is_enabled() for scaler in _under_way(step)):
+        raise UnsupportedError(
+            "a GradScaler steps the optimizer and this session was not told of it, so ranks would"
+            " skip different steps, and what is owed would be scaled by a factor that changes; pass"
+            " it: offbeat.attach(..., scaler=scaler)"
+        )
 
 
 class GradientSync:
@@ -530,45 +525,70 @@ class GradientSync:
 
 
 @dataclass(kw_only=True)
-class StepWatch:
-    """Notices a loop that does not step the attached optimizer, where the strategy acts at steps.
+class LoopWatch:
+    """Notices what a loop changes without a word to the strategy.
 
-    Many passes without a step may be one accumulated gradient. But if parameters change meanwhile,
-    something else than the optimizer changes them, and the strategy does nothing. Where models were
-    merged meanwhile, as those of ranks that claim samples, it has done something without a step.
+    - It does not step the attached optimizer, where the strategy acts at steps. Many passes without
+      a step may be one accumulated gradient. But if parameters change meanwhile, something else
+      than the optimizer changes them, and the strategy does nothing. Where models were merged
+      meanwhile, as those of ranks that claim samples, it has done something without a step.
+    - Parameters that are not trained change all the same, as those of a momentum encoder inside the
+      model do: where ranks' models differ, no average is made of them.
 
     Args:
-        parameters: the trainable ones.
+        trained: the trainable parameters; none where the strategy does not act at steps.
+        frozen: the others by name; none where ranks' models are alike.
         strategy: its name, for the warning.
         warn: is told what is wrong.
         num_merges: how often models were merged so far.
     """
 
-    parameters: Sequence[torch.Tensor]
+    trained: Sequence[torch.Tensor]
+    frozen: Mapping[str, torch.Tensor]
     strategy: str
     warn: Callable[[str], None]
     num_merges: Callable[[], float]
     _num_passes: int = 0
     _next_look: int = _FIRST_LOOK
-    _first: Sequence[torch.Tensor] = ()  # none, too, once all has been said
+    _first: Sequence[torch.Tensor] = ()  # none, too, once there was a step or all has been said
+    _first_frozen: Sequence[torch.Tensor] | None = None
     _merges_before: float = 0.0
 
     def backward_done(self) -> None:
-        """A backward pass is over, and no step was seen before it."""
+        """A backward pass is over."""
+        if self._first_frozen is not None:
+            return  # there was a step
         self._num_passes += 1
         if self._num_passes == 1:
-            self._first, self._merges_before = self._samples(), self.num_merges()
+            self._first, self._merges_before = _samples_of(self.trained), self.num_merges()
         elif self._first and self._num_passes == self._next_look:
             self._next_look *= 4
             if self._has_merged:
                 self._first = ()
-            elif not all(map(torch.equal, self._samples(), self._first)):
+            elif not all(map(torch.equal, _samples_of(self.trained), self._first)):
                 self._say("and parameters have changed all the same")
+
+    def step_begins(self) -> None:
+        """A step is about to be made. What was loaded before the first one is no change."""
+        self._first = ()
+        if self._first_frozen is None:
+            self._first_frozen = _samples_of(self.frozen.values())
 
     def session_ends(self) -> None:
         """No step will follow."""
         if self._first and not self._has_merged:
             self._say("and the session ends")
+        if self._first_frozen is None:
+            return
+        now = _samples_of(self.frozen.values())
+        pairs = zip(self.frozen, self._first_frozen, now, strict=True)
+        if changed := [name for name, first, last in pairs if not torch.equal(first, last)]:
+            self.warn(
+                f"{len(changed)} parameters that are not trained have changed, such as"
+                f" {changed[0]!r}: {self.strategy} averages what is trained, and buffers, so of"
+                " these each rank has its own. Where all ranks need the same, as of a momentum"
+                " encoder, send rank 0's to all by torch.distributed.broadcast"
+            )
 
     @property
     def _has_merged(self) -> bool:
@@ -582,48 +602,9 @@ class StepWatch:
             " model. Attach the optimizer that your loop steps, and change parameters by its step"
         )
 
-    def _samples(self) -> list[torch.Tensor]:
-        return _samples_of(self.parameters)
-
 
 def _samples_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [p.detach().reshape(-1)[:_SAMPLE].clone() for p in parameters]
-
-
-@dataclass(kw_only=True)
-class FrozenWatch:
-    """Notices parameters that are not trained and change all the same, as those of a momentum
-    encoder inside the model do: where ranks' models differ, no average is made of them.
-
-    Args:
-        parameters: by name.
-        strategy: its name, for the warning.
-        warn: is told which have changed.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    strategy: str
-    warn: Callable[[str], None]
-    _first: Sequence[torch.Tensor] | None = None
-
-    def step_begins(self) -> None:
-        """A step is about to be made. What was loaded before the first one is no change."""
-        if self._first is None:
-            self._first = _samples_of(self.parameters.values())
-
-    def session_ends(self) -> None:
-        """No step will follow."""
-        if self._first is None:
-            return
-        now = _samples_of(self.parameters.values())
-        pairs = zip(self.parameters, self._first, now, strict=True)
-        if changed := [name for name, first, last in pairs if not torch.equal(first, last)]:
-            self.warn(
-                f"{len(changed)} parameters that are not trained have changed, such as"
-                f" {changed[0]!r}: {self.strategy} averages what is trained, and buffers, so of"
-                " these each rank has its own. Where all ranks need the same, as of a momentum"
-                " encoder, send rank 0's to all by torch.distributed.broadcast"
-            )
 
 
 class NeededParameters:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, cast
 
@@ -39,28 +38,13 @@ from offbeat.megabatch.loader import (
     order_of,
     require_same_order,
 )
-from offbeat.session.agreement import agree, answer_of, require_agreement
+from offbeat.session.agreement import answer_of, require_agreement
 from offbeat.torch_private import iterates_by_itself
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
 
 _DATA_KEY = "data"
-"""The key in the store for the description of what the founders' loaders read."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataSource:
-    """What a session's loader reads, and how.
-
-    Attributes:
-        loader: the user's, or of the dataset that the user gave.
-        batch_size: of this rank; None where none was given.
-        shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
-    """
-
-    loader: DataLoader[Any]
-    batch_size: int | None
-    shuffles: bool = True
+"""The key in the store for the description of what the founders' loaders read, and their sizes."""
 
 
 def data_source(
@@ -68,7 +52,7 @@ def data_source(
     *,
     batch_size: int | None,
     collate: Callable[[list[Any]], Any] | None,
-) -> DataSource:
+) -> tuple[DataLoader[Any], int | None, bool]:
     """What `data` says.
 
     Args:
@@ -76,14 +60,17 @@ def data_source(
         batch_size: given beside it.
         collate: given beside it.
 
+    Returns:
+        The loader, of the user or of the dataset; the batch size of this rank, None where none was
+        given; and whether the order is drawn anew for each epoch: else it is the dataset's.
+
     Raises:
         ConfigError: the DataLoader has something that cannot be honoured where ranks share samples
             out.
     """
     if not isinstance(data, DataLoader):
         # What it is like is looked at later.
-        loader = DataLoader[Any](cast(Any, data), collate_fn=collate)
-        return DataSource(loader=loader, batch_size=batch_size)
+        return DataLoader[Any](cast(Any, data), collate_fn=collate), batch_size, True
     if iterates_by_itself(data):
         raise ConfigError(
             f"the loader is a {type(data).__name__}, whose way of making batches is its own; pass"
@@ -112,11 +99,7 @@ def data_source(
             " shuffle=True or not, or feed your own loop with it"
         )
     num_samples = require_map_style(data.dataset)
-    return DataSource(
-        loader=data,
-        batch_size=data.batch_size,
-        shuffles=_shuffles(data.sampler, num_samples),
-    )
+    return data, data.batch_size, _shuffles(data.sampler, num_samples)
 
 
 def _shuffles(sampler: object, num_samples: int) -> bool:
@@ -178,54 +161,58 @@ def make_loader(
         MismatchError: the ranks disagree on the data.
     """
     policy = next((each for each in callbacks if isinstance(each, MegaBatchCallback)), None)
-    source: DataSource | None = None
     description: OffbeatError | dict[str, Any]
     try:
-        source = data_source(dataset, batch_size=batch_size, collate=collate)
+        loader, batch_size, shuffles = data_source(dataset, batch_size=batch_size, collate=collate)
         if policy is not None:
-            _require_claims(source, claims_ahead)
+            _require_claims(loader.num_workers, claims_ahead)
         description = data_description(
-            source.loader.dataset,
+            loader.dataset,
             seed=seed,
-            shuffles=source.shuffles,
-            batch_size=source.batch_size,
+            shuffles=shuffles,
+            batch_size=batch_size,
             max_batch_size=max_batch_size,
             claims=policy is not None,
             claims_ahead=claims_ahead,
         )
     except ConfigError as error:
-        description = error
+        description = error  # which all ranks raise below
     others = [each for each in callbacks if isinstance(each, LockstepLoader)]
-    sizes = list[int]()
-    if policy is None:
-        given = None if source is None else source.batch_size
-        key = f"{_DATA_KEY}/in step/{len(others)}"
-        sizes = _sizes_in_step(description, given, driver, control, network, key, returns=returns)
+    store = store_of(network)
+    key = f"{_DATA_KEY}/in step/{len(others)}" if policy is None else _DATA_KEY
+    # Also how many samples a rank asks for, or how many fit into its memory.
+    size = batch_size if policy is None else max_batch_size
+    mine = answer_of(description)
+    mine["size"] = None if "refusal" in mine else size
+    answers: Mapping[int, Any] | None = None
+    if not returns:
+        answers = (
+            dict(enumerate(driver.run(gather_values(mine), control.next())))
+            if policy is None
+            else policy.gather(mine)
+        )
+    if answers is None:
+        # This rank came later than its peers, or was left out.
+        sizes = _sizes_of_founders(store, description, key)
+        if policy is None and driver.rank not in sizes:
+            raise ConfigError(
+                f"RANK is {driver.rank}, and samples were shared out among {len(sizes)} workers at"
+                " first; come back in the place of one that has died, or feed your own loop"
+            )
     else:
-        store = store_of(network)
-        # Also how many samples fit into each rank's memory.
-        fits = None if isinstance(description, OffbeatError) else max_batch_size
-        answers = None if returns else policy.gather(answer_of(description) | {"fits": fits})
-        if answers is None:
-            # This rank came later than its peers, or was left out: what they read stands in the
-            # store.
-            _agree_with_founders(store, description)
-            limits = {driver.rank: max_batch_size}
-        else:
-            require_agreement(description, answers)
-            store.set(_DATA_KEY, json.dumps(description))
-            limits = {rank: answer["fits"] for rank, answer in answers.items()}
-    assert source is not None, "else it is refused above"
-    if source.loader.drop_last:
+        require_agreement(description, answers)
+        sizes = {rank: answer["size"] for rank, answer in answers.items()}
+        store.set(key, json.dumps([description, [*sizes.items()]]))
+    if loader.drop_last:
         notify(
             "drop_last of the DataLoader has no effect: each sample is shared out once an"
             " epoch, in batches of which none is a small remnant"
         )
-    num_workers, batches_each = source.loader.num_workers, source.loader.prefetch_factor or 1
+    num_workers, batches_each = loader.num_workers, loader.prefetch_factor or 1
     if policy is not None:
         num_workers, batches_each = min(claims_ahead or 1, num_workers), 1
     fetcher = ReadAhead(
-        source.loader,
+        loader,
         num_processes=num_workers,
         batches_each=batches_each,
         seed=seed,
@@ -233,7 +220,7 @@ def make_loader(
         number=len(others),
     )
     if policy is None:
-        older = [each for each in others if each.has_read(source.loader.dataset)]
+        older = [each for each in others if each.has_read(loader.dataset)]
         for each in older:
             each.close()  # its processes; it starts others if it is iterated again
         if len(older) == 1:
@@ -244,15 +231,15 @@ def make_loader(
             )
         return LockstepLoader(
             fetcher,
-            batch_sizes=sizes,
+            batch_sizes=[*sizes.values()],
             claimed=weigh,
             seed=seed,
             rank=driver.rank,
-            shuffles=source.shuffles,
+            shuffles=shuffles,
             number=len(others),
         )
-    assert source.batch_size is not None, "its description has it"
-    policy.feed(source.batch_size, limits)
+    assert batch_size is not None, "its description has it"
+    policy.feed(batch_size, {driver.rank: max_batch_size} if answers is None else sizes)
     return DispatchLoader(
         fetcher,
         log=ClaimLog(store),
@@ -260,13 +247,12 @@ def make_loader(
         seed=seed,
         rank=driver.rank,
         notify=notify,
-        shuffles=source.shuffles,
+        shuffles=shuffles,
     )
 
 
-def _require_claims(source: DataSource, claims_ahead: int | None) -> None:
-    """Raise `ConfigError` unless so many claims can be read ahead from this source."""
-    num_workers = source.loader.num_workers
+def _require_claims(num_workers: int, claims_ahead: int | None) -> None:
+    """Raise `ConfigError` unless so many processes can read so many claims ahead."""
     if claims_ahead is None:
         return
     is_number = isinstance(claims_ahead, int) and not isinstance(claims_ahead, bool)
@@ -277,54 +263,25 @@ def _require_claims(source: DataSource, claims_ahead: int | None) -> None:
         )
 
 
-def _sizes_in_step(
-    description: OffbeatError | dict[str, Any],
-    batch_size: int | None,
-    driver: Driver,
-    control: Stream,
-    network: Network | None,
-    key: str,
-    *,
-    returns: bool,
-) -> list[int]:
-    """How many samples each rank asks for, once all are known to read the same. One that has come
-    back finds it in the store, since its peers have made their loaders long before.
+def _sizes_of_founders(
+    store: Store, mine: OffbeatError | dict[str, Any], key: str
+) -> dict[int, int]:
+    """What those who made their loaders together told each other, by rank, which stands in the
+    store. Raises unless they read the same data.
     """
-    if not returns:
-        agree(driver, control, description)
-        sizes: list[int] = driver.run(gather_values(batch_size), control.next())
-        if driver.rank == 0 and network is not None:
-            store = store_of(network)
-            store.set(f"{key}/sizes", json.dumps(sizes))
-            store.set(key, json.dumps(description))  # last: who finds it finds the sizes, too
-        return sizes
-    store = store_of(network)
-    _agree_with_founders(store, description, key)
-    sizes = json.loads(store.get(f"{key}/sizes"))
-    if driver.rank >= len(sizes):
-        raise ConfigError(
-            f"RANK is {driver.rank}, and samples were shared out among {len(sizes)} workers at"
-            " first; come back in the place of one that has died, or feed your own loop"
-        )
-    return sizes
-
-
-def _agree_with_founders(
-    store: Store, mine: OffbeatError | dict[str, Any], key: str = _DATA_KEY
-) -> None:
-    """Raise unless the founders' loaders read the same data."""
     if isinstance(mine, OffbeatError):
         raise mine
     if not store.check([key]):
         raise ConfigError(
             "the run that this worker has joined has no loader; feed your own loop, as its peers do"
         )
-    theirs = json.loads(store.get(key))
+    theirs, sizes = json.loads(store.get(key))
     if theirs != mine:
         raise MismatchError(
             f"this worker's loader differs from that of the run that it has joined: {mine} here,"
             f" {theirs} there"
         )
+    return dict(sizes)
 
 
 def num_steps(num_samples: int, batch_sizes: Sequence[int]) -> int:

@@ -8,7 +8,6 @@ None of these is a dependency of offbeat.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from typing_extensions import override
 
+from offbeat.callbacks.context import LOGGER
 from offbeat.errors import ConfigError, nearest
 from offbeat.session.metrics import SessionObserver
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 EVERY: Final = 10
 """Steps between two looks at the session; what is said of steps is the mean over these."""
-
-LOGGER = logging.getLogger("offbeat")
 
 
 class MetricsLogger(Protocol):

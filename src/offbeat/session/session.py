@@ -36,27 +36,24 @@ from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost, Generations, newest_run, of_run
-from offbeat.membership.island import Island
 from offbeat.session.agreement import adopt_rank_0, adopt_state_of_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LockstepLoader, make_loader
 from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
-from offbeat.session.sharded import ShardedModel, reshard_modules
+from offbeat.session.sharded import Replica, reshard_modules
 from offbeat.session.state import (
-    by_ranks,
     digest_of_frozen,
     load_state_of,
-    of_rank,
     persistent_buffers,
     plain_name,
     state_of,
-    to_load,
 )
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import tensors_in
 from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Arrival, Driver, SessionTraffic
+from offbeat.transport.grid import Grid
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
 from offbeat.weights.model_weights import (
@@ -131,17 +128,23 @@ class Session:
         replica_check_interval: int = 100,
         ignored: Collection[str] = (),
         adopted: Adopted = "model",
-        sharded: ShardedModel | None = None,
+        replica: Replica | None = None,
     ) -> None:
         driver = wrap(connection.driver)
         self.strategy = strategy
         self.acting: Strategy = strategy
         """The strategy whose callbacks are at work: `strategy`, or with `Auto` what it has chosen.
         """
-        self._sharded = sharded
-        place = driver if sharded is None else sharded.grid
-        self.rank = place.rank
-        self.world_size = place.world_size
+        new_stream = stream_counter()
+        control = new_stream()
+        if refusal is not None:
+            # What is refused cannot be described in all cases, and the peers need the refusal only.
+            agree(driver, control, refusal)
+        if replica is None:
+            ranks = range(driver.world_size)
+            replica = Replica(model, Grid(rank=driver.rank, column=ranks, island=[driver.rank]))
+        self._replica = replica
+        self.rank, self.world_size = replica.grid.rank, replica.grid.world_size
         self._notices = Notices(self.rank)
         self.notices = self._notices.kept
         """Remarks that a user should see: fallbacks, skipped steps, choices made. Each is also a
@@ -152,12 +155,7 @@ class Session:
         """The ranks whose models the latest `averaged_model` lacks, because they did not answer in
         time, or have just died. Always empty where that is a collective.
         """
-        new_stream = stream_counter()
-        control = new_stream()
         has_scaler = scaler is not None and scaler.is_enabled()
-        if refusal is not None:
-            # What is refused cannot be described in all cases, and the peers need the refusal only.
-            agree(driver, control, refusal)
         description = describe(
             model,
             optimizer,
@@ -171,14 +169,10 @@ class Session:
             ignored=ignored,
         )
         self._buffers = persistent_buffers(model, ignored)
-        everything = dict(model.named_parameters()) if sharded is None else sharded.parameters
-        shared = {name: p for name, p in everything.items() if name not in ignored}
+        shared = {name: p for name, p in replica.parameters.items() if name not in ignored}
         buffers = [b for name, b in model.named_buffers() if name not in ignored]
         if not returns:
-            if sharded is None:
-                agree(driver, control, description)
-            else:
-                sharded.agree(driver, control, description)
+            replica.agree(driver, control, description)
             if adopted != "nothing":
                 adopt_rank_0(driver, control, shared.values())
             if adopted == "model":
@@ -206,14 +200,13 @@ class Session:
         """
         self._chosen_buffers = choose_buffers(self._buffers_of(model))
         self._control = control
-        self._island = Island() if sharded is None else sharded.island
-        self._island_state = None if sharded is None else sharded.state
+        self._island = replica.island
         self._context = Context(
             parameters=self._parameters,
             buffers=lambda: self._buffers_of(model),
             chosen_buffers=self._chosen_buffers,
             shared=[*shared.values(), *buffers],
-            optimizer=optimizer if sharded is None else sharded.optimizer(optimizer),
+            optimizer=replica.optimizer(optimizer),
             model=model,
             driver=self._driver,
             island=self._island,
@@ -265,7 +258,7 @@ class Session:
                 "messages between ranks are neither encrypted nor authenticated, as"
                 " OFFBEAT_CIPHER=none asks; anybody who reads this network can read and forge them"
             )
-        self._unhooks = [] if sharded is None else [sharded.hook()]
+        self._unhooks = [replica.hook()] if replica.is_sharded else []
         if returns:
             self._unhooks += self._keep_from_loads()
         self._load_watch: _LoadWatch | None = None
@@ -276,7 +269,6 @@ class Session:
                 self._notices,
                 keeps_anchor=lambda: self.acting.keeps_anchor,
             )
-            self._unhooks.append(self._load_watch.remove)
             self.observers.append(self._load_watch)
         ATTACHED_MODELS.add(model)
         session_opened(self)
@@ -375,7 +367,7 @@ class Session:
         self._check_open("clip_grad_norm_")
         require_positive("max_norm", max_norm)
         self._max_norm = max_norm
-        with torch.no_grad():
+        with plain_arithmetic(self._device_type):
             for callback in self._callbacks:
                 if (norm := callback.clip_gradients(max_norm)) is not None:
                     return torch.tensor(norm)
@@ -390,7 +382,7 @@ class Session:
             As `clip_grad_norm_`; None: nothing was done, and the loop may clip as ever.
         """
         self._max_norm = max_norm
-        with torch.no_grad():
+        with plain_arithmetic(self._device_type):
             norms = [callback.clip_as_loop_does(max_norm) for callback in self._callbacks]
         return next((torch.tensor(norm) for norm in norms if norm is not None), None)
 
@@ -418,8 +410,7 @@ class Session:
         place of `backward()`.
         """
         with plain_arithmetic(self._device_type):
-            for callback in self._callbacks:
-                callback.on_join()
+            self._events.tell(Callback.on_join)
 
     def weigh(self, num_samples: int) -> None:
         """Say that this rank's gradient of the coming step is the mean over so many samples.
@@ -433,8 +424,7 @@ class Session:
         self._refuse_shards(
             "weigh()", "FSDP averages over the ranks of an island, who take equally many samples"
         )
-        for callback in self._callbacks:
-            callback.on_batch_claimed(num_samples)
+        self._events.tell(Callback.on_batch_claimed, num_samples)
 
     def loader(
         self,
@@ -656,8 +646,7 @@ class Session:
         skipped = int(self._counted(self._callbacks)["skipped_steps"])
         if not self._is_last_step:
             self._is_last_step, self._skipped_before = True, skipped
-            for callback in self._callbacks:
-                callback.on_last_step()
+            self._events.tell(Callback.on_last_step)
             return False
         if not self.acting.replicas_differ and skipped != self._skipped_before:
             # All ranks have dropped the step that was to send what they owe: they owe it still.
@@ -761,8 +750,7 @@ class Session:
         if before is not None and (self.acting.replicas_differ or before == self._finished_at):
             return
         with torch.no_grad():
-            for callback in self._callbacks:
-                callback.on_finish()
+            self._events.tell(Callback.on_finish)
 
     @property
     def steps_behind(self) -> int:
@@ -785,23 +773,21 @@ class Session:
         """
         self._num_rests += 1
         if self._num_rests == 1:
-            for callback in self._callbacks:
-                callback.on_rest()
+            self._events.tell(Callback.on_rest)
         try:
             yield
         finally:
             self._num_rests -= 1
             if not self._num_rests:  # the outermost block is left
-                for callback in self._callbacks:
-                    callback.on_resume()
+                self._events.tell(Callback.on_resume)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
         name. Of a sharded model those that have a parameter's shape are DTensors, so that
         `torch.distributed.checkpoint` saves them with the model.
         """
-        if self._island_state is not None:
-            return self._island_state.of(self.strategy.name, state_of(self._callbacks))
+        if self._replica.is_sharded:
+            return self.state_to_save()
         return {
             "strategy": self.strategy.name,
             "world_size": self.world_size,
@@ -815,33 +801,31 @@ class Session:
         where its peers are, whatever its checkpoint says, and takes of it only what they do not
         tell, such as the place of a loader in step.
         """
-        if self._stays_with_peers:
+        is_older, name = self._stays_with_peers, self.strategy.name
+        if is_older:
             self._notify_left_out("state of the session")
-            if "ranks" in state:
-                state = of_rank(state, self.world_size, self.rank)
-            older = state.get("callbacks", {})
-            for callback in self._callbacks:
-                if callback.state_key in older:
-                    with naming_misfit(f"the state of {callback.state_key!r}"):
-                        callback.load_older_state(older[callback.state_key])
+        if self._replica.is_sharded or "num_islands" in state:
+            callbacks = self._replica.layout.callbacks(state, name)
+        else:
+            mine = {"strategy": name, "world_size": self.world_size, "rank": self.rank}
+            for key, here in () if is_older else mine.items():
+                with naming_misfit("the session's state"):
+                    saved = state.get(key)
+                    fits = type(saved) is type(here) and saved == here
+                if not fits:
+                    reshard = "; offbeat.reshard shares old ranks' states out anew"
+                    fix = reshard if key == "world_size" else ""
+                    raise CheckpointError(
+                        f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
+                    )
+            callbacks = state.get("callbacks", {})
+        if not is_older:
+            self._load_callbacks(callbacks)
             return
-        if self._island_state is not None:
-            self._load_callbacks(self._island_state.callbacks(state, self.strategy.name))
-            return
-        if "ranks" in state:
-            state = of_rank(state, self.world_size, self.rank)
-        mine = {"strategy": self.strategy.name, "world_size": self.world_size, "rank": self.rank}
-        for key, here in mine.items():
-            with naming_misfit("the session's state"):
-                saved = state.get(key)
-                fits = type(saved) is type(here) and saved == here
-            if not fits:
-                reshard = "; offbeat.reshard shares old ranks' states out anew"
-                fix = reshard if key == "world_size" else ""
-                raise CheckpointError(
-                    f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
-                )
-        self._load_callbacks(state.get("callbacks", {}))
+        for callback in self._callbacks:
+            if callback.state_key in callbacks:
+                with naming_misfit(f"the state of {callback.state_key!r}"):
+                    callback.load_older_state(callbacks[callback.state_key])
 
     @property
     def _stays_with_peers(self) -> bool:
@@ -902,8 +886,7 @@ class Session:
         """`state_dict()` for `torch.distributed.checkpoint.save`, which saves what has one name
         once: here no two ranks use the same name for what differs.
         """
-        state = self.state_dict()
-        return state if self._island_state is not None else by_ranks(state)
+        return self._replica.layout.of(self.strategy.name, state_of(self._callbacks))
 
     def state_to_load(self, metadata: Any, key: str = "session") -> dict[str, Any]:
         """What `torch.distributed.checkpoint.load` fills with what `state_to_save` gave, of however
@@ -916,9 +899,7 @@ class Session:
         Raises:
             CheckpointError: the checkpoint has no such state.
         """
-        if self._island_state is not None:
-            return self._island_state.to_load(metadata, key)
-        return to_load(metadata, key, self.world_size, self.rank)
+        return self._replica.layout.to_load(metadata, key)
 
     def close(self, *, average: bool = True) -> None:
         """End the session: take every hook out, and give back sockets and groups. Idempotent.
@@ -989,7 +970,7 @@ class Session:
             chosen=self._chosen_buffers,
         )
         self.finish()
-        if self._sharded is not None:
+        if self._replica.is_sharded:
             # No column may average while another one of this island cannot.
             good = all_finite([tensor.detach() for tensor in weights.tensors()])
             if any(self._island.largest(not good)):
@@ -1016,8 +997,8 @@ class Session:
         on the way out must not hide it. Where a rank of this island has died, that is the error,
         and not what FSDP says of its collectives, which come first.
         """
-        is_theirs = self._sharded is not None and isinstance(error, RuntimeError)
-        cause = self._island.loss(_CAUSE_S) if is_theirs else None
+        # An island of one rank has lost none.
+        cause = self._island.loss(_CAUSE_S) if isinstance(error, RuntimeError) else None
         ended_by = cause or error
         blame = ended_by.rank if isinstance(ended_by, PeerError) else None
         self._abandon(f"{type(ended_by).__name__}: {ended_by}", blame=blame)
@@ -1027,7 +1008,7 @@ class Session:
             raise cause from error
 
     def _refuse_shards(self, method: str, instead: str) -> None:
-        if self._sharded is not None:
+        if self._replica.is_sharded:
             raise UnsupportedError(f"{method} is not for a sharded model: {instead}")
 
     def _check_open(self, method: str) -> None:
@@ -1156,7 +1137,8 @@ class _LoadWatch(SessionObserver):
         self._num_steps, self.has_state = num_steps, False
         self._seen.clear()
 
-    def remove(self) -> None:
+    @override
+    def closed(self, error: BaseException | None) -> None:
         for handle in self._handles:
             handle.remove()
 

@@ -1,5 +1,5 @@
-"""A model that `fully_shard` (FSDP2) has divided inside an island, as a session sees it: what can
-be trained, its shards, and its state as DTensors.
+"""The model of a session as this rank has it: whole, or the shards of one that `fully_shard`, of
+FSDP2, has divided inside an island. What can be trained, and how the state lies in checkpoints.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from offbeat.errors import CheckpointError, ConfigError, OffbeatError, Unsupport
 from offbeat.membership.island import Island
 from offbeat.session.agreement import Description, agree
 from offbeat.session.checkpoint import naming_misfit
-from offbeat.session.state import plain_name, reshard_callback, saved_under, tree_of
+from offbeat.session.state import plain_name, reshard_callback
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.grid import Grid
 from offbeat.weights.shard import Shard, is_distributed, local_of, optimizer_of_shards
 
-_OF_AN_ISLAND = ("additive", "local")
+_NOT_OF_ALL = ("additive", "local", "owned")
 _HOW = "call fully_shard(model, mesh=mesh['shard']) and pass mesh=mesh['replicate'] to attach"
 
 
@@ -145,31 +145,31 @@ def _check_layout(model: torch.nn.Module) -> None:
         )
 
 
-class ShardedModel:
-    """The shards of a model, for as long as a session lasts.
+class Replica:
+    """The model that a session trains, as this rank has it: whole, or its shards. One that is whole
+    is an island of one rank.
 
     Args:
-        model: of the user, as `check_sharded` accepts it.
+        model: of the user; one that is divided as `check_sharded` accepts it.
         grid: where this rank stands.
-        driver: connects the island.
+        driver: connects the island that has divided the model; None: it is whole.
 
     Attributes:
         grid: as given.
         island: decides together.
-        parameters: this rank's shards by the parameters' names, in the model's order.
-        state: lays the session's state out.
+        is_sharded: whether the model is divided.
+        parameters: the model's by name, in its order, or this rank's shards of them.
+        layout: of the session's state in checkpoints.
     """
 
-    def __init__(self, model: torch.nn.Module, grid: Grid, driver: Driver) -> None:
-        self.grid, self.island = grid, Island(driver)
+    def __init__(self, model: torch.nn.Module, grid: Grid, driver: Driver | None = None) -> None:
+        self.grid, self.island, self.is_sharded = grid, Island(driver), driver is not None
         self._model = model
-        self.parameters = {name: Shard(p) for name, p in model.named_parameters()}
-        shards = {plain_name(name): shard for name, shard in self.parameters.items()}
-        self.state = IslandState(grid, shards)
-        self._places = {
-            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name in self.parameters
-        }
+        self._shards = {name: Shard(p) for name, p in model.named_parameters() if self.is_sharded}
+        self.parameters: Mapping[str, torch.nn.Parameter] = (
+            self._shards if self.is_sharded else dict(model.named_parameters())
+        )
+        self.layout = StateLayout(grid, {plain_name(n): shard for n, shard in self._shards.items()})
 
     def agree(self, driver: Driver, stream: Stream, mine: Description) -> None:
         """Compare the descriptions of all ranks of all islands. Collective; as `agree` raises, on
@@ -189,57 +189,59 @@ class ShardedModel:
 
     def optimizer(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
         """The user's optimizer as callbacks see it."""
-        if optimizer is None:
-            return None
-        return optimizer_of_shards(optimizer, list(self.parameters.values()))
+        if optimizer is None or not self.is_sharded:
+            return optimizer
+        return optimizer_of_shards(optimizer, list(self._shards.values()))
 
     def hook(self) -> Callable[[], None]:
         """Look at each forward pass whether the shards are still the model's memory. Returns what
         ends that.
         """
+        places = {
+            name: (self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name in self._shards
+        }
+
+        def follow(module: torch.nn.Module, args: Any) -> None:
+            for name, shard in self._shards.items():
+                now = getattr(*places[name])
+                if is_distributed(now.data) and now is not shard.whole:
+                    raise UnsupportedError(
+                        f"parameter {name!r} is another object than when the session was attached,"
+                        " as after load_state_dict(assign=True) or to_empty(), so this session and"
+                        " the optimizer still have the old one; load with assign=False, or do it"
+                        " before the optimizer is made and attach"
+                    )
+                if shard.whole.dtype != shard.dtype:
+                    raise UnsupportedError(
+                        f"parameter {name!r} is of {shard.whole.dtype} and was of {shard.dtype}"
+                        " when the session was attached; convert the model before"
+                    )
+                shard.follow()
+
         # In front of FSDP's own hook, which puts whole parameters into the modules.
-        handle = self._model.register_forward_pre_hook(
-            ModuleHook(self._model, self._follow), prepend=True
-        )
-        return handle.remove
-
-    def _follow(self, module: torch.nn.Module, args: Any) -> None:
-        for (name, shard), (owner, attribute) in zip(
-            self.parameters.items(), self._places.values(), strict=True
-        ):
-            now = getattr(owner, attribute)
-            if is_distributed(now.data) and now is not shard.whole:
-                raise UnsupportedError(
-                    f"parameter {name!r} is another object than when the session was attached, as"
-                    " after load_state_dict(assign=True) or to_empty(), so this session and the"
-                    " optimizer still have the old one; load with assign=False, or do it before"
-                    " the optimizer is made and attach"
-                )
-            if shard.whole.dtype != shard.dtype:
-                raise UnsupportedError(
-                    f"parameter {name!r} is of {shard.whole.dtype} and was of {shard.dtype} when"
-                    " the session was attached; convert the model before"
-                )
-            shard.follow()
+        hook = ModuleHook(self._model, follow)
+        return self._model.register_forward_pre_hook(hook, prepend=True).remove
 
 
-class IslandState:
+class StateLayout:
     """Translates between the states of a rank's callbacks and a layout that
     `torch.distributed.checkpoint` saves with the model and the optimizer, and loads into other
-    numbers of islands and of shards.
+    numbers of islands and of shards. Where models are whole each rank is an island.
 
         strategy, num_islands, num_shards
+        callbacks                                         their names, also of those without entries
         replicated/<callback>/<entry>                     the same on all islands
         islands/<island>/<callback>/<kind>/<entry>        of one island
-        shards/<island>.<shard>/<callback>/<kind>/<entry> of one rank: numbers, and what has no
-                                                          parameter's shape
+        shards/<island>.<shard>/<callback>/<kind>/<entry> of one rank: numbers, what has no shard's
+                                                          shape, and all where models are whole
 
-    What has a parameter's shape is a DTensor, so sharing it out among another number of ranks is
+    What has a shard's shape is a DTensor, so sharing it out among another number of ranks is
     PyTorch's work. Over islands, what is additive is summed, as `session.state.reshard` does it.
 
     Args:
         grid: where this rank stands.
-        shards: of its parameters, by name.
+        shards: of its parameters, by name; none where they are whole.
     """
 
     def __init__(self, grid: Grid, shards: Mapping[str, Shard]) -> None:
@@ -260,7 +262,7 @@ class IslandState:
             replicated[name] = {
                 key: self._wrapped(key, value) for key, value in state.get("replicated", {}).items()
             }
-            for kind in _OF_AN_ISLAND:
+            for kind in _NOT_OF_ALL:
                 for key, value in state.get(kind, {}).items():
                     wrapped = self._wrapped(key, value)
                     section = of_island if is_distributed(wrapped) else of_rank
@@ -269,6 +271,7 @@ class IslandState:
             "strategy": strategy,
             "num_islands": self._num_islands,
             "num_shards": self._num_shards,
+            "callbacks": "/".join(callbacks),
             "replicated": replicated,
             "islands": {str(self._island): of_island},
             "shards": {f"{self._island}.{self._shard}": of_rank},
@@ -287,13 +290,13 @@ class IslandState:
             num_islands, num_shards = int(state["num_islands"]), int(state["num_shards"])
             needed = self._needed(num_islands)
             parts = [
-                self._part(state, island, self._shard % num_shards) if island in needed else {}
+                self._part(state, island, self._shard % num_shards, is_needed=island in needed)
                 for island in range(num_islands)
             ]
             # A checkpoint of PyTorch's has no dictionaries that are empty.
             replicated = state.get("replicated", {})
             found = {}
-            for name in {**replicated, **parts[self._island % num_islands]}:
+            for name in filter(None, state["callbacks"].split("/")):
                 of_islands = [part.get(name, {}) for part in parts]
                 found[name] = reshard_callback(of_islands, self._num_islands, self._island)
                 same = replicated.get(name, {})
@@ -307,48 +310,57 @@ class IslandState:
             metadata: of the checkpoint, as `FileSystemReader(path).read_metadata()` gives it.
             key: under which the state was saved.
         """
-        paths = saved_under(metadata, key)
         with naming_misfit("the checkpoint's metadata"):
+            paths = {
+                tuple(map(str, path[1:])): metadata.state_dict_metadata[name]
+                for name, path in metadata.planner_data.items()
+                if path[0] == key
+            }
             places = [tuple(map(int, p[1].split("."))) for p in paths if p[0] == "shards"]
             if not places:
-                raise CheckpointError(
-                    f"the checkpoint has no state of a session over islands under {key!r}"
-                )
+                raise CheckpointError(f"the checkpoint has no state of a session under {key!r}")
             num_islands, num_shards = (max(each) + 1 for each in zip(*places, strict=True))
             needed, shard = self._needed(num_islands), self._shard % num_shards
             wanted = {
                 "islands": {str(island) for island in needed},
                 "shards": {f"{island}.{shard}" for island in needed},
             }
-            return tree_of(
-                {
-                    path: saved
-                    for path, saved in paths.items()
-                    if path[0] not in wanted or path[1] in wanted[path[0]]
-                },
-                self._empty,
-            )
+            found: dict[str, Any] = {}
+            for path, saved in paths.items():
+                # What one rank owns any other may own by then.
+                if "owned" in path[3:4] or path[0] not in wanted or path[1] in wanted[path[0]]:
+                    entries = found
+                    for step in path[:-1]:
+                        entries = entries.setdefault(step, {})
+                    is_tensor = hasattr(saved, "size")  # what is none is bytes
+                    entries[path[-1]] = self._empty(path[-1], saved) if is_tensor else None
+            return found
 
     def _needed(self, num_islands: int) -> set[int]:
         """Of which of so many old islands this one takes something."""
         added = range(self._island, num_islands, self._num_islands)
         return {*added, self._island % num_islands}
 
-    def _part(self, state: Mapping[str, Any], island: int, shard: int) -> dict[str, CallbackState]:
+    def _part(
+        self, state: Mapping[str, Any], island: int, shard: int, *, is_needed: bool
+    ) -> dict[str, CallbackState]:
         """What one old rank had, by callback, with local tensors."""
         place = f"{island}.{shard}"
-        if place not in state["shards"]:
+        if is_needed and place not in state["shards"]:
             raise CheckpointError(
                 f"the state is of island and shard {', '.join(state['shards'])}, and this rank"
                 f" needs that of {place}; load each rank's own, or save and load by"
                 " torch.distributed.checkpoint, with session.state_to_load(metadata)"
             )
         found: dict[str, CallbackState] = {}
-        for section in (state.get("islands", {}).get(str(island), {}), state["shards"][place]):
+        for section in (
+            state.get("islands", {}).get(str(island), {}),
+            state["shards"].get(place, {}),
+        ):
             for name, kinds in section.items():
-                for kind in _OF_AN_ISLAND if isinstance(kinds, Mapping) else ():
+                for kind in kinds if isinstance(kinds, Mapping) else ():
                     entries = found.setdefault(name, {}).setdefault(kind, {})
-                    entries |= {k: self._own(v) for k, v in kinds.get(kind, {}).items()}
+                    entries |= {k: self._own(v) for k, v in kinds[kind].items()}
         return found
 
     def _wrapped(self, key: str, value: Any) -> Any:

@@ -5,7 +5,7 @@ and shared out anew. And which tensors of the model have to do with other ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,76 +86,6 @@ def reshard_callback(states: Sequence[CallbackState], world_size: int, rank: int
     if any("owned" in state for state in states):
         owners = [first] if len(states) == world_size else states
         found["owned"] = {k: kept for each in owners for k, kept in each.get("owned", {}).items()}
-    return found
-
-
-def by_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `Session.state_dict` gives, under names that no two ranks share, as
-    `torch.distributed.checkpoint` asks.
-    """
-    return {
-        "strategy": state["strategy"],
-        "world_size": state["world_size"],
-        "callbacks": "/".join(state["callbacks"]),  # also of those that have no entries
-        "ranks": {str(state["rank"]): state["callbacks"]},
-    }
-
-
-def of_rank(state: Mapping[str, Any], world_size: int, rank: int) -> dict[str, Any]:
-    """Inverse of `by_ranks`, for `rank` of another world."""
-    with naming_misfit("the session's state"):
-        old = [state["ranks"].get(str(number), {}) for number in range(int(state["world_size"]))]
-        names = [*filter(None, state["callbacks"].split("/"))]
-        callbacks = [{name: each.get(name, {}) for name in names} for each in old]
-        states = [{"strategy": state["strategy"], "callbacks": each} for each in callbacks]
-    return reshard(states, world_size, rank)
-
-
-def to_load(metadata: Any, key: str, world_size: int, rank: int) -> dict[str, Any]:
-    """What `torch.distributed.checkpoint.load` fills for `of_rank`.
-
-    Args:
-        metadata: of the checkpoint.
-        key: under which `by_ranks` was saved.
-        world_size, rank: of this rank.
-    """
-    paths = saved_under(metadata, key)
-    with naming_misfit("the checkpoint's metadata"):
-        num_ranks = 1 + max((int(path[1]) for path in paths if path[0] == "ranks"), default=-1)
-        if not num_ranks:
-            raise CheckpointError(f"the checkpoint has no state of a session under {key!r}")
-        needed = {*map(str, range(rank, num_ranks, world_size)), str(rank % num_ranks)}
-        wanted = {
-            path: saved
-            for path, saved in paths.items()
-            if path[0] != "ranks" or path[1] in needed or "owned" in path[3:4]
-        }
-    return tree_of(
-        wanted, lambda name, saved: torch.empty(saved.size, dtype=saved.properties.dtype)
-    )
-
-
-def saved_under(metadata: Any, key: str) -> dict[tuple[str, ...], Any]:
-    """What a checkpoint of PyTorch's says of each entry of the tree `key`, by its path."""
-    with naming_misfit("the checkpoint's metadata"):
-        return {
-            tuple(map(str, path[1:])): metadata.state_dict_metadata[name]
-            for name, path in metadata.planner_data.items()
-            if path[0] == key
-        }
-
-
-def tree_of(
-    paths: Mapping[tuple[str, ...], Any], empty: Callable[[str, Any], Any]
-) -> dict[str, Any]:
-    """The tree with these paths; `empty` makes a tensor of its name and what is said of it."""
-    found: dict[str, Any] = {}
-    for path, saved in paths.items():
-        entries = found
-        for step in path[:-1]:
-            entries = entries.setdefault(step, {})
-        is_tensor = hasattr(saved, "size")  # what is none is bytes
-        entries[path[-1]] = empty(path[-1], saved) if is_tensor else None
     return found
 
 

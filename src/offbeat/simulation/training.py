@@ -342,8 +342,6 @@ class SimulatedRank(VirtualThread):
             context = Context(
                 parameters=parameters,
                 driver=self,
-                grad_scale=lambda: 1.0,
-                has_scaler=False,
                 new_stream=stream_counter(),
                 notices=_Unheard(self.rank),
                 optimizer=optimizer,

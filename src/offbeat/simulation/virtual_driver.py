@@ -23,6 +23,7 @@ from offbeat.transport.operations import (
     RecvAny,
     Send,
     Sleep,
+    perform,
 )
 
 if TYPE_CHECKING:
@@ -68,11 +69,8 @@ class VirtualDriver(Driver):
             case Send(peer, payload):
                 cluster.deliver(self.rank, peer, channel, payload)
                 return DONE
-            case Recv(peer):
-                self.waiting_for = f"Recv from {peer}"
-                return _VirtualReceive(cluster, self.rank, operation, channel)
-            case RecvAny(peers):
-                self.waiting_for = f"RecvAny from {sorted(peers)}"
+            case Recv() | RecvAny():
+                self.waiting_for += f" from {', '.join(map(str, sorted(operation.peers)))}"
                 return _VirtualReceive(cluster, self.rank, operation, channel)
             case Post(payload):
                 cluster.post(self.rank, channel, payload)
@@ -162,7 +160,7 @@ class VirtualThread(Wrapper):
     def beside(
         self, job: Callable[[], None], *, name: str, levels: int = 0
     ) -> Callable[[], object]:
-        return self.launch(_once(_Beside(work=self.carry(job))), 0).wait
+        return self.launch(perform(_Beside(work=self.carry(job))), 0).wait
 
     def catch_up(self) -> None:
         """Let the clock reach the moment at which the code is: now."""
@@ -259,15 +257,11 @@ class _ThreadCondition(threading.Condition):
     def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
         if not predicate():
             seconds = math.inf if timeout is None else timeout
-            self._thread.run(_once(SleepUntil(seconds, lambda: bool(predicate()))), 0)
+            self._thread.run(perform(SleepUntil(seconds, lambda: bool(predicate()))), 0)
         return predicate()
 
     def notify_all(self) -> None:
         pass
-
-
-def _once(operation: Operation) -> Collective[None]:
-    yield operation
 
 
 class _Limit:

@@ -29,7 +29,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import OneOrMore
 from offbeat.gradients.exchange import GradientTransform
-from offbeat.gradients.reductions import Reduction, TalliedSum, WeightedGradient
+from offbeat.gradients.reductions import Reduction, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.weights.model_weights import ModelWeights
@@ -78,7 +78,6 @@ class _TwoMeansReduction(Reduction):
     """
 
     # What one exchange leaves for the methods that end it, from `launch` on:
-    _sum: TalliedSum
     _weight: float
     _own: torch.Tensor
     _total: torch.Tensor
@@ -87,13 +86,7 @@ class _TwoMeansReduction(Reduction):
     def launch(self, given: WeightedGradient) -> None:
         self._weight = given.tally.weight
         self._own = two_means(given.gradient)
-        mine = self._own.cpu() * self._weight
-        self._sum = TalliedSum([mine], given.tally, self._driver, self._stream)
-
-    @override
-    def wait(self) -> torch.Tensor:
-        (self._total,), tail = self._sum.wait()
-        return tail
+        (self._total,) = self._sum_tallied([self._own.cpu() * self._weight], given.tally)
 
     @override
     def commit(self) -> torch.Tensor:

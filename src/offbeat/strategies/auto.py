@@ -283,8 +283,8 @@ class Chooser(Callback):
         self._ready_s = [0.0] * len(context.parameters)
         # Whose gradient came last, in this pass and in the one before.
         self._last_ready, self._last_before = -1, -1
-        # The end of the last step on both clocks and that of the processors; when the backward pass
-        # and the optimizer's step began.
+        # The end of the last step on all clocks; when the backward pass and the optimizer's step
+        # began.
         self._ended: tuple[float, float, float] | None = None
         self._began_s = self._updates_s = self._backward_s = 0.0
         self._num_samples = 0
@@ -298,6 +298,10 @@ class Chooser(Callback):
     def _worked_s(self) -> float:
         """A clock that stands still while this rank waits for its peers."""
         return self._clock() - self._context.waited_s()
+
+    def _clocks(self) -> tuple[float, float, float]:
+        """All of them; the last one is that of the processors."""
+        return self._clock(), self._worked_s(), time.process_time()
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
@@ -332,17 +336,13 @@ class Chooser(Callback):
 
     @override
     def on_after_step(self) -> None:
-        now_s, worked_s = self._clock(), self._worked_s()
-        if self._ended is not None:
-            clocks = now_s, worked_s, time.process_time()
-            whole_s, computed_s, processors_s = (
-                now - then for now, then in zip(clocks, self._ended, strict=True)
+        clocks = self._clocks()
+        if self._ended is not None and not self._to_settle:
+            whole_s, computed_s, processors_s = np.subtract(clocks, self._ended).tolist()
+            optimizer_s = clocks[1] - self._updates_s
+            self._seen.append(
+                _Step(whole_s, computed_s, self._backward_s, optimizer_s, processors_s)
             )
-            optimizer_s = worked_s - self._updates_s
-            if not self._to_settle:
-                self._seen.append(
-                    _Step(whole_s, computed_s, self._backward_s, optimizer_s, processors_s)
-                )
         self._backward_s, self._to_settle = 0.0, max(0, self._to_settle - 1)
         self._standing.num_steps += 1
         if self._must_agree:
@@ -351,7 +351,7 @@ class Chooser(Callback):
             self._change_together()
         elif self._standing.is_due(seen=len(self._seen)) and self._may_look():
             self._meet(self._look)
-        self._ended = self._clock(), self._worked_s(), time.process_time()
+        self._ended = self._clocks()
 
     # Choosing
 

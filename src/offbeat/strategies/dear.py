@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, Final, NoReturn, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import safetensors.torch
 import torch
@@ -73,6 +73,14 @@ class DeAR(GradientStrategy):
     Each rank steps with an equal part of each bucket.
     """
 
+    against_scaler: ClassVar[str] = (
+        "DeAR gives each rank a part of the mean, so a GradScaler would find other gradients on"
+        " each"
+    )
+    against_kfac: ClassVar[str] = (
+        "K-FAC changes the mean of gradients on every rank, and DeAR gives each rank a part of it"
+    )
+
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
@@ -90,20 +98,7 @@ class DeAR(GradientStrategy):
                 )
 
     @override
-    def build_exchange(self, context: Context, **options: Any) -> NoReturn:
-        raise UnsupportedError(
-            "K-FAC changes the mean of gradients on every rank, and DeAR gives each rank a part of"
-            " it; use exchange=offbeat.AllReduce()"
-        )
-
-    @override
     def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
-        if context.has_scaler:
-            raise UnsupportedError(
-                "DeAR gives each rank a part of the mean, so a GradScaler would find other"
-                " gradients on each; use bfloat16 autocast, which needs no scaler, or"
-                " offbeat.AllReduce()"
-            )
         buckets = self.buckets(context)
         pairs = [
             (bucket, ScatterReduction(bucket, context.driver, context.new_stream()))
@@ -131,7 +126,7 @@ class ScatterReduction(Reduction):
         bucket.flat = self._message[: bucket.num_elements]
 
     def launch(self, given: WeightedGradient) -> None:
-        self._begin_sum(given, self._tail)
+        self._begin_sum(given)
         scattering = dense_reduce_scatter(self._message)
         self._sums = [
             self._driver.launch(scattering, self._stream.next()),
@@ -217,6 +212,7 @@ class ShardedSteps(Callback):
     def __init__(self, buckets: Sequence[Bucket], counts: ExchangeCounts, context: Context) -> None:
         assert context.optimizer is not None
         self._buckets, self._optimizer = buckets, context.optimizer
+        self._parameters = context.parameters
         self._watch = GradientWatch(counts, compares_norms=False)
         self._watch.buckets.extend(buckets)
         self._driver, self._notify = context.driver, context.notices.notify
@@ -224,7 +220,7 @@ class ShardedSteps(Callback):
         self._bucket_of = {i: b for b, bucket in enumerate(buckets) for i in bucket.indices}
         self._pieces = [self._pieces_of(bucket) for bucket in buckets]
         # What the optimizer is shown of a parameter; None: other ranks have all of it.
-        self._shown = dict.fromkeys(id(p) for bucket in buckets for p in bucket.parameters)
+        self._shown = dict.fromkeys(map(id, context.parameters.values()))
         self._shown |= {id(piece.whole): piece.parameter for piece in self._all_pieces()}
         self._arriving: dict[int, tuple[Pending[torch.Tensor], list[int]]] = {}
         self._groups: list[list[torch.nn.Parameter]] | None = None  # None: between steps
@@ -235,11 +231,10 @@ class ShardedSteps(Callback):
 
     def _pieces_of(self, bucket: Bucket) -> list[_Piece]:
         begin, end = part_of(bucket, self._driver)
-        ends = zip(bucket.offsets, bucket.offsets[1:], strict=False)
         return [
-            _Piece(bucket, position, max(first, begin) - first, min(last, end) - first)
-            for position, (first, last) in enumerate(ends)
-            if max(first, begin) < min(last, end)
+            _Piece(bucket, position, max(p.start, begin) - p.start, min(p.stop, end) - p.start)
+            for position, p in enumerate(bucket.places)
+            if max(p.start, begin) < min(p.stop, end)
         ]
 
     def _all_pieces(self) -> Iterator[_Piece]:
@@ -250,12 +245,10 @@ class ShardedSteps(Callback):
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:
         self._watch.look()
+        self.arrive()  # what this pass has not needed
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         self._others = {
-            name: version_of(parameter)
-            for bucket in self._buckets
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
-            if id(parameter) not in stepped
+            name: version_of(p) for name, p in self._parameters.items() if id(p) not in stepped
         }
 
     def norm_over_ranks(self, norm: float) -> float:
@@ -265,9 +258,8 @@ class ShardedSteps(Callback):
 
     @override
     def on_before_update(self) -> None:
-        named = chain.from_iterable(zip(b.names, b.parameters, strict=True) for b in self._buckets)
-        for name, parameter in named:
-            if self._others.get(name, version_of(parameter)) != version_of(parameter):
+        for name, version in self._others.items():
+            if version_of(self._parameters[name]) != version:
                 raise UnsupportedError(
                     f"parameter {name!r} was changed between backward() and optimizer.step(), as by"
                     " another optimizer, which finds this rank's part of its gradient alone; put"
@@ -307,10 +299,9 @@ class ShardedSteps(Callback):
         self._groups = None
         for piece in self._all_pieces():
             piece.hide(self._optimizer)
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                if parameter.numel():  # other ranks have its state
-                    self._optimizer.state.pop(parameter, None)
+        for parameter in self._parameters.values():
+            if parameter.numel():  # other ranks have its state
+                self._optimizer.state.pop(parameter, None)
 
     def _launch(self, b: int) -> None:
         """Begin to bring what each rank has of a bucket's parameters."""
@@ -349,8 +340,6 @@ class ShardedSteps(Callback):
                     " offbeat.AllReduce()"
                 )
             parameter.detach().copy_(view)
-            if name in self._others:
-                self._others[name] = version_of(parameter)
 
     # State
 

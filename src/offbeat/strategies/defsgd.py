@@ -44,7 +44,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import OneOrMore, ZeroToOne
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import ResidualReduction, TalliedSum, WeightedGradient
+from offbeat.gradients.reductions import ResidualReduction, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_real
 from offbeat.weights.model_weights import ModelWeights, restore_, wide
@@ -162,8 +162,6 @@ class _BlockReduction(ResidualReduction):
         ratio: one of so many elements is in a block.
     """
 
-    _sum: TalliedSum  # from `launch` on
-
     def __init__(self, bucket: Bucket, peers: Everyone, *, ratio: int) -> None:
         super().__init__(bucket, peers.driver, peers.stream)
         self._sizes = np.diff(bucket.offsets)
@@ -188,12 +186,7 @@ class _BlockReduction(ResidualReduction):
     def _launch(self, given: WeightedGradient) -> None:
         tally = self._stage(given)
         self._block = self._draw()
-        self._sum = TalliedSum([self._mine[self._block]], tally, self._driver, self._stream)
-
-    @override
-    def wait(self) -> torch.Tensor:
-        (self._total,), tail = self._sum.wait()
-        return tail
+        (self._total,) = self._sum_tallied([self._mine[self._block]], tally)
 
     @override
     def _commit(self) -> torch.Tensor:

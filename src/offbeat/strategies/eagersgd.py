@@ -36,7 +36,7 @@ when a rank has taken its last step is not in the final model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -46,19 +46,18 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.arithmetic.groups import VersionGroup
-from offbeat.averaging.background.averager import BackgroundCallback, GroupOf, delta_merge
+from offbeat.averaging.background.averager import BackgroundCallback, delta_merge
 from offbeat.averaging.background.group_average import RoundManager
 from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
-from offbeat.averaging.background.shared_model import SharedModel, Taken
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.described_options import TwoOrMore
-from offbeat.codec.model_wire import Counters, Values
-from offbeat.errors import CheckpointError
+from offbeat.codec.model_wire import Values
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_dense_optimizer
-from offbeat.weights.model_weights import ModelWeights, Staging, dense_gradient
+from offbeat.weights.model_weights import ModelWeights, Staging, dense_gradient, restore_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,24 +82,16 @@ class EagerSGD(AveragingStrategy):
         require_dense_optimizer(optimizer)
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging = Staging(weights.tensors(), in_miniature=True)
-        ledger = GradientLedger(
-            staging.num_elements,
-            len(context.parameters),
-            make_rule=delta_merge(staging, weights),
-            averages_models=self._averages_models,
-            changed=context.driver.condition(),
-        )
-        return [
-            PartialAllReduce(context, weights, ledger, staging=staging, group_of=self._group_of)
-        ]
+        return [PartialAllReduce(context, weights, self)]
 
-    def _averages_models(self, version: int) -> bool:
+    def averages_models(self, version: int) -> bool:
+        """Whether `version` averages models, and not gradients."""
         return (version + 1) % self.period == 0
 
-    def _group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+    def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+        """The group of the member at `position` in `version`."""
         half = -(-num_members // 2)
-        several = self.mode == "majority" or self._averages_models(version)
+        several = self.mode == "majority" or self.averages_models(version)
         return VersionGroup(ranks=tuple(range(num_members)), min_arrivals=half if several else 1)
 
 
@@ -109,33 +100,31 @@ class PartialAllReduce(BackgroundCallback):
     that have come.
 
     Args:
-        context, weights, group_of: as of `BackgroundCallback`.
-        staging: of the weights.
-        gradients: the model that is averaged, with its gradients.
+        context, weights: as of `BackgroundCallback`.
+        strategy: says who averages what in each version.
     """
 
     state_key: ClassVar[str] = "partial_gradients"
 
-    def __init__(
-        self,
-        context: Context,
-        weights: ModelWeights,
-        gradients: GradientLedger,
-        *,
-        staging: Staging,
-        group_of: GroupOf,
-    ) -> None:
+    def __init__(self, context: Context, weights: ModelWeights, strategy: EagerSGD) -> None:
+        staging = Staging(weights.tensors(), in_miniature=True)
+        self._parameters = [*weights.parameters.values()]
+        self._gradients = GradientLedger(
+            staging.num_elements,
+            len(self._parameters),
+            make_rule=delta_merge(staging, weights),
+            averages_models=strategy.averages_models,
+            changed=context.driver.condition(),
+        )
         super().__init__(
             context,
             weights,
-            gradients,
+            self._gradients,
             staging=staging,
             member=RoundManager,
-            group_of=group_of,
-            num_flags=len(context.parameters),
+            group_of=strategy.group_of,
+            num_flags=len(self._parameters),
         )
-        self._gradients = gradients
-        self._parameters = [*weights.parameters.values()]
 
     @override
     def on_before_update(self) -> None:
@@ -161,17 +150,10 @@ class PartialAllReduce(BackgroundCallback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        owed = state.get("additive", {})
-        shapes = {name: tensor.shape for name, tensor in self._by_name(None).items()}
-        if {name: tensor.shape for name, tensor in owed.items()} != shapes:
-            raise CheckpointError(
-                "the gradients that are owed were saved with another model or strategy"
-            )
+        owed, to_apply = self._by_name(None), self._by_name(None)
+        restore_(owed, state.get("additive", {}), "what is owed of gradients")
         super().load_state_dict(state)
-        to_apply = {
-            name: state["local"].get(f"to_apply/{name}", torch.zeros(shape))
-            for name, shape in shapes.items()
-        }
+        to_apply |= {name: state["local"].get(f"to_apply/{name}", to_apply[name]) for name in owed}
         self._gradients.restore(owed=self._vector(owed), to_apply=self._vector(to_apply))
 
     def _owe_gradients(self) -> None:
@@ -317,9 +299,7 @@ class GradientLedger(SharedModel):
         self._owed, self._used = None, self._none_used()
         # A copy, because elements become zero when their average comes.
         self._under_way[version] = mine.copy()
-        own_counters = self._counters[: self._counters.size - self._num_parameters]
-        counters = self._with_used(own_counters, used)
-        return replace(self._contribution(mine, fresh=fresh), counters=counters)
+        return self._contribution(mine, fresh=fresh, used=used)
 
     @override
     def _merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
@@ -365,26 +345,18 @@ class GradientLedger(SharedModel):
     # The model
 
     @override
-    def begin(self, model: Values, counters: Counters, *, step: int) -> None:
-        super().begin(model, self._with_used(counters, self._none_used()), step=step)
-
-    @override
-    def advance(
-        self, model: Sequence[Values], counters: Counters, *, is_given: bool = False
-    ) -> bool:
-        counters = self._with_used(counters, self._none_used())
-        return super().advance(model, counters, is_given=is_given)
-
-    @override
-    def take(self) -> Taken:
-        taken = super().take()
-        own_counters = taken.counters[: taken.counters.size - self._num_parameters]
-        return taken._replace(counters=own_counters)
+    def _contribution(
+        self, values: Values, *, fresh: bool, used: UsedParameters | None = None
+    ) -> Contribution:
+        mine = super()._contribution(values, fresh=fresh)
+        flags = self._none_used() if used is None else used
+        return replace(mine, counters=np.concatenate([mine.counters, flags.astype(np.int64)]))
 
     @override
     def adopt(self, model: Contribution) -> None:
         with self._changed:
-            super().adopt(model)
+            counters = model.counters[: model.counters.size - self._num_parameters]
+            super().adopt(replace(model, counters=counters))
             # Gradients of the model that is given up say nothing about the new one.
             self._owed = self._to_apply = None
             self._used, self._used_to_apply = self._none_used(), self._none_used()
@@ -400,6 +372,3 @@ class GradientLedger(SharedModel):
 
     def _none_used(self) -> UsedParameters:
         return np.zeros(self._num_parameters, np.bool_)
-
-    def _with_used(self, counters: Counters, used: UsedParameters) -> Counters:
-        return np.concatenate([counters, used.astype(np.int64)])

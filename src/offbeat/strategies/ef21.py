@@ -33,7 +33,7 @@ Differences from the papers:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,19 +42,17 @@ from typing_extensions import override
 
 from offbeat.callbacks.context import Context
 from offbeat.codec.sparse import add_owed
+from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.reductions import (
-    EncodingReduction,
-    EntryAges,
     ExchangePlan,
     Reduction,
     SparseReduction,
     WeightedGradient,
-    wire_of,
 )
 from offbeat.strategies.sparse_gradient import EntriesStrategy
 from offbeat.transport.driver import Driver, Stream
@@ -98,7 +96,7 @@ class EF21(EntriesStrategy):
 _SHARE, _RANKS, _RANK = "share", "ranks", "rank"
 
 
-class EstimateReduction(EncodingReduction):
+class EstimateReduction(SparseReduction):
     """Weighted mean of the ranks' estimates of their gradients.
 
         difference = share * gradient - own    (share: this rank's weight / the sum of weights)
@@ -106,7 +104,7 @@ class EstimateReduction(EncodingReduction):
         own       += sent
         sum       += all ranks' sent           result: sum
 
-    Half-precision gradients have estimates in float32, and a further buffer while a step lasts.
+    Half-precision gradients have estimates in float32, and a further buffer.
 
     A rank's share of the weights is that of the exchange before, because the sum of weights is
     known only when an exchange is over; it stays where it is while the rank has no weight.
@@ -120,55 +118,44 @@ class EstimateReduction(EncodingReduction):
     def __init__(
         self, bucket: Bucket, driver: Driver, stream: Stream, *, k: int, codec: TopKCodec
     ) -> None:
-        super().__init__(bucket, driver, stream)
-        self.ages = self._ages = EntryAges(bucket.num_elements)
-        self._k, self._selector, self._wire = k, codec.selector, wire_of(bucket, codec)
-
+        plan = ExchangePlan(k=k, collective=topk_sum)
+        super().__init__(bucket, driver, stream, codec=codec, plan=lambda: plan)
         # With the sign changed, since selectors add what they are given to the gradient.
-        self._minus_own, self._sum = (
-            bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype) for _ in range(2)
-        )
-        self._selector_state = dict(codec.selector.initial_state())
+        self._minus_own = self._residual
+        self._sum = torch.zeros_like(self._minus_own)
         self._share = 1 / driver.world_size
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._sent = self._wire.empty()
-        self._new_selector_state: Mapping[str, float] = self._selector_state
-        self._grad_scale, self._weight = 1.0, 0.0
+        self._weight = 0.0
+
+    @property
+    @override
+    def residual(self) -> None:  # type: ignore[override]  # nothing is owed
+        return None
+
+    @override
+    def _weigh(self, owed: torch.Tensor, tally: Tally) -> None:
+        """An estimate has its share of the weights already."""
 
     @override
     def _launch(self, given: WeightedGradient) -> None:
-        tally = given.tally
-        self._grad_scale, self._weight = given.grad_scale, tally.weight
-        self._sent = self._wire.empty()
-        self._set_aside(self._minus_own)  # a frozen parameter's gradient has not become zero
-        if not tally.num_failed:
-            selection = self._selector.select(
-                given.gradient.to(self._sum.dtype),
-                self._minus_own,
-                k=self._k,
-                weight=self._share * given.weight / (tally.weight or 1),
-                state=self._selector_state,
-            )
-            self._sent, self._new_selector_state = selection.sparse, selection.state
-            tally = replace(tally, num_nonfinite=int(not selection.finite))
-        work = self._wire.carry(
-            topk_sum, self._driver.rank, self._driver.world_size, self._sent, tally, self._k
-        )
-        self._pending = self._driver.launch(work, self._stream.next())
+        self._weight = given.tally.weight
+        share = self._share * given.weight / (self._weight or 1)
+        super()._launch(given._replace(weight=share))
 
     @override
     def _commit(self) -> torch.Tensor:
-        exchanged, flat = self._exchanged(), self._bucket.flat
+        exchanged, flat, sent = self._exchanged(), self._bucket.flat, self._picked
+        assert sent is not None, "no rank has failed"
         # A rank's own estimate moves by what its peers decode, which is what it sent minus what
         # rounding in the message has lost.
-        add_owed(self._minus_own, self._sent.scaled(-1.0))
+        add_owed(self._minus_own, sent.scaled(-1.0))
         add_owed(self._minus_own, exchanged.owed)
         add_owed(self._sum, exchanged.kept)
         self._bring_back(self._minus_own)
         self._selector_state = dict(self._new_selector_state)
         if self._weight:
             self._share = self._weight / self.tally.weight
-        self._ages.after_exchange(self._sent.indices)
+        self._ages.after_exchange(sent.indices)
         flat.copy_(self._sum).mul_(self._grad_scale)
         for position in np.flatnonzero(~self.tally.used).tolist():
             # A parameter that was frozen meanwhile must not be moved by estimates of before.
@@ -178,8 +165,8 @@ class EstimateReduction(EncodingReduction):
         return flat
 
     @override
-    def discard(self) -> None:
-        self._bring_back(self._minus_own)
+    def send_all(self) -> None:
+        """Nothing is owed."""
 
     # State: all that lasts changes at `commit`
 
@@ -190,9 +177,8 @@ class EstimateReduction(EncodingReduction):
         driver = self._driver
         ranks = {_RANKS: float(driver.world_size), _RANK: float(driver.rank)}
         numbers = {_SHARE: self._share, **ranks}
-        state: dict[str, float | torch.Tensor] = {
-            self._local_name(key): value for key, value in (self._selector_state | numbers).items()
-        }
+        state = super().local_state()
+        state |= {self._local_name(key): value for key, value in numbers.items()}
         for kind, flat in self._kept().items():
             state.update(self._bucket.named(kind, flat))
         return state
@@ -204,12 +190,12 @@ class EstimateReduction(EncodingReduction):
         Where only one rank's was saved, and all have loaded it, the others share what its estimate
         leaves of the sum: else the mean would be wrong by the difference for ever.
         """
+        super().load(additive, local)
         kept, world_size = self._kept(), self._driver.world_size
         for kind, flat in kept.items():
             for name, view in self._bucket.named(kind, flat).items():
                 view.copy_(local[name])
         self._minus_own.copy_(kept["own"]).neg_()
-        self._load_numbers(self._selector_state, local)
         self._share = float(_of_any_bucket(_SHARE, local))
         if _of_any_bucket(_RANKS, local) != world_size:
             self._share = 1 / world_size

@@ -12,6 +12,7 @@ import torch
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import (
@@ -56,6 +57,10 @@ class GradientStrategy(Strategy):
     """The size of a bucket where the session names none: that of DistributedDataParallel. None: all
     gradients are in one.
     """
+    against_scaler: ClassVar[str] = ""
+    """Why the strategy cannot train with a GradScaler; "": it can."""
+    against_kfac: ClassVar[str] = ""
+    """Why K-FAC cannot make its steps of what the strategy exchanges; "": it can."""
 
     @property
     def takes_complex(self) -> bool:
@@ -98,6 +103,11 @@ class GradientStrategy(Strategy):
         return None
 
     def build(self, context: Context) -> Sequence[Callback]:
+        if self.against_scaler and context.has_scaler:
+            raise UnsupportedError(
+                f"{self.against_scaler}; use bfloat16 autocast, which needs no scaler, or"
+                " offbeat.AllReduce()"
+            )
         transform = self.transform(context)
         exchange, others = self._exchange(context, transform or GradientTransform(None))
         if transform is None:
@@ -114,6 +124,8 @@ class GradientStrategy(Strategy):
         Strategies that send more than gradients share `launch_order` with the exchange, and listen
         to it (`GradientExchange.add_listener`).
         """
+        if self.against_kfac:
+            raise UnsupportedError(f"{self.against_kfac}; use exchange=offbeat.AllReduce()")
         transform = GradientTransform(context.optimizer, is_followed=True)
         return self._exchange(context, transform, launch_order)
 

@@ -55,7 +55,6 @@ from offbeat.gradients.collective_choice import (
     measured_costs,
 )
 from offbeat.gradients.density import DensitySchedule, MeasuredDensity
-from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.strategies.options import refuse_idle
 from offbeat.strategies.sparse_gradient import Scheduled, SparseGradientStrategy
 
@@ -107,8 +106,8 @@ class GTopK(SparseGradientStrategy):
             return TopKCodec(values="float8")
         return super().entries()
 
-    def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
-        options: dict[str, Any] = {"warmup": self.stages(), "counts": counts}
+    def schedule(self, context: Context) -> Scheduled:
+        options: dict[str, Any] = {"warmup": self.stages()}
         is_open, named = self.collective == "auto", COLLECTIVES.get(self.collective)
         if self.collective == "dense" or not (is_open or self.density == "auto"):
             density = 1.0 if self.density == "auto" else self.density
@@ -124,8 +123,7 @@ class GTopK(SparseGradientStrategy):
             world_size=context.driver.world_size,
             codec=self.entries(),
             among=BY_ITSELF if is_open else {self.collective, "dense"},
-            notify=context.notices.notify,
-            inform=context.notices.inform,
+            notices=context.notices,
         )
         costs.load_state_dict(context.island.first(costs.state_dict()))
         options |= {"cheapest": costs} if is_open else {"collective": named}

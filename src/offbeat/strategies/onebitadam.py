@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -57,6 +57,17 @@ class OneBitAdam(GradientStrategy):
             sixth to a quarter of all steps is usual.
     """
 
+    against_scaler: ClassVar[str] = (
+        "OneBitAdam takes the optimizer's steps, and a GradScaler scales what they are given"
+    )
+    against_kfac: ClassVar[str] = (
+        "K-FAC changes the mean of gradients, and OneBitAdam sends momenta and takes the steps"
+        " itself"
+    )
+
+    values: ClassVar[ValueCodec] = SignValues()
+    """How momentum travels."""
+
     freeze_step: OneOrMore = 1000
 
     @override
@@ -64,31 +75,15 @@ class OneBitAdam(GradientStrategy):
         super().check(model, optimizer)
         require_adam(optimizer, type(self).__name__)
 
-    def values(self) -> ValueCodec:
-        """How momentum travels."""
-        return SignValues()
-
-    @override
-    def build_exchange(self, context: Context, **options: Any) -> NoReturn:
-        raise UnsupportedError(
-            "K-FAC changes the mean of gradients, and OneBitAdam sends momenta and takes the steps"
-            " itself; use exchange=offbeat.AllReduce()"
-        )
-
     @override
     def transform(self, context: Context) -> GradientTransform:
-        if context.has_scaler:
-            raise UnsupportedError(
-                "OneBitAdam takes the optimizer's steps, and a GradScaler scales what they are"
-                " given; use bfloat16 autocast, which needs no scaler, or offbeat.AllReduce()"
-            )
         return FrozenAdam(context, freeze_step=self.freeze_step)
 
     @override
     def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         assert isinstance(transform, FrozenAdam)
         pairs = [
-            (bucket, _MomentumReduction(bucket, self.values(), context, transform))
+            (bucket, _MomentumReduction(bucket, self.values, context, transform))
             for bucket in self.buckets(context)
         ]
         return Reductions(pairs)
@@ -118,12 +113,11 @@ def divisor_of(square: torch.Tensor, num_updates: float, group: Mapping[str, Any
     return divisor.masked_fill_(square == 0, torch.inf)
 
 
-def regrow_(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: float) -> None:
-    """Let second moments of so many updates be what they would be after as many as Adam counts
-    steps: for so grown it takes them.
+def regrow_(state: Mapping[str, Any], group: Mapping[str, Any], then: float, now: float) -> None:
+    """Let second moments of so many updates `then` be what they would be after so many `now`: for
+    as grown as its steps say Adam takes them.
     """
-    grown = _grown(state["step"], group) / _grown(num_updates, group)
-    state["exp_avg_sq"].mul_(grown)
+    state["exp_avg_sq"].mul_(_grown(now, group) / _grown(then, group))
 
 
 def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
@@ -250,7 +244,7 @@ class FrozenAdam(GradientTransform):
             return
         self._frozen_at = num_steps
         for group, state in states:
-            state["exp_avg_sq"].mul_(_grown(num_steps, group) / _grown(state["step"], group))
+            regrow_(state, group, state["step"], num_steps)
         self._notices.inform(remark_of_freeze(self._optimizer, num_steps))
 
     def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -266,7 +260,7 @@ class FrozenAdam(GradientTransform):
         self._hidden.show()
         if self.is_taken:
             for group, state in self._states():
-                regrow_(state, group, self._frozen_at)
+                regrow_(state, group, self._frozen_at, state["step"])
         self._frozen_at = 0.0
         super().give_back()
 

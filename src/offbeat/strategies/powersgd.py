@@ -42,7 +42,6 @@ from offbeat.gradients.buckets import Bucket, num_rows
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import (
     ResidualReduction,
-    TalliedSum,
     WeightedGradient,
     launch_sums,
 )
@@ -101,29 +100,26 @@ class RightFactors:
     Args:
         driver: carries it out.
         stream: its channels.
+
+    Attributes:
+        reductions: of the buckets whose factors travel, in the order in which they are launched.
     """
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
         self._driver, self._stream = driver, stream
-        self._reductions: list[LowRankReduction] = []
-
-    def add(self, reduction: LowRankReduction) -> None:
-        """Let the factors of one more bucket travel, which is launched behind the others."""
-        self._reductions.append(reduction)
+        self.reductions: list[LowRankReduction] = []
 
     def exchange(self) -> None:
         """Called when all buckets are launched, at the same point on all ranks: dense operations of
         different ranks are matched by the order in which they begin.
         """
-        sums = [reduction.left_sums() for reduction in self._reductions]
+        sums = [reduction.left_sums() for reduction in self.reductions]
         tallies = Tally.read_from([tail for _, tail in sums])
-        if not all(tally.good for tally in tallies):  # the other factors are of no use
-            lefts: list[list[torch.Tensor]] = [[] for _ in sums]
-        else:
-            lefts = _orthonormal([parts for parts, _ in sums])
+        is_good = all(tally.good for tally in tallies)  # else the other factors are of no use
+        lefts = _orthonormal([parts if is_good else [] for parts, _ in sums])
         factors = [
             factor
-            for reduction, tally, left in zip(self._reductions, tallies, lefts, strict=True)
+            for reduction, tally, left in zip(self.reductions, tallies, lefts, strict=True)
             for factor in reduction.right_factors(tally, left)
         ]
         if not factors:
@@ -131,12 +127,12 @@ class RightFactors:
         message = torch.cat([factor.flatten() for factor in factors])
         for pending in launch_sums(self._driver, self._stream, message):
             pending.wait()
-        last = torch.cat([each.flatten() for one in self._reductions for each in one.rights])
+        last = torch.cat([each.flatten() for one in self.reductions for each in one.rights])
         # What is zero would be so for ever, and a layer whose first gradient is zero never learn.
         coming = torch.where(message == 0, last, message)
         sizes = [factor.numel() for factor in factors]
         both = zip(message.split(sizes), coming.split(sizes), strict=True)
-        for reduction in self._reductions:
+        for reduction in self.reductions:
             reduction.take(list(islice(both, len(reduction.rights))))
 
 
@@ -162,10 +158,9 @@ class LowRankReduction(ResidualReduction):
         self._rights = rights
         self._sizes = [parameter.numel() for parameter in bucket.parameters]
         self._matrices, self._whole = _split(bucket, rank, self._residual)
-        rights.add(self)
+        rights.reductions.append(self)
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._sum: TalliedSum | None = None
-        self._totals: Sequence[torch.Tensor] = ()  # of the parameters that travel whole
+        self._totals: Sequence[torch.Tensor] = ()  # of P, and of the parameters that travel whole
         self._lefts: list[torch.Tensor] = []
         self._new_rights: list[list[torch.Tensor]] = []
 
@@ -177,9 +172,8 @@ class LowRankReduction(ResidualReduction):
         lefts = [
             each.right @ matrix.T for each, matrix in zip(self._matrices, matrices, strict=True)
         ]
-        parts = [*lefts, *whole]
         # A gradient that is not finite makes its P so, or is a part itself.
-        self._sum = TalliedSum(parts, given.tally, self._driver, self._stream)
+        self._totals = self._sum_tallied([*lefts, *whole], given.tally)
 
     def _places(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """In a buffer: the matrices, each of shape (n, m), and what travels whole."""
@@ -191,11 +185,11 @@ class LowRankReduction(ResidualReduction):
         """The sums over ranks of P of each matrix, shape (r, n), and what the tally of all ranks is
         written to.
         """
-        assert self._sum is not None, "nothing was launched"
-        sums, tail = self._sum.wait()
-        self._sum, self._totals = None, sums[len(self._matrices) :]
-        lefts = zip(self._matrices, sums, strict=False)
-        return [total.view(each.right.shape[0], -1) for each, total in lefts], tail
+        for pending in self._sums:
+            pending.wait()
+        self._sums = ()
+        lefts = zip(self._matrices, self._totals, strict=False)
+        return [total.view(each.right.shape[0], -1) for each, total in lefts], self._tail
 
     @property
     def rights(self) -> list[torch.Tensor]:
@@ -229,7 +223,7 @@ class LowRankReduction(ResidualReduction):
 
     @override
     def wait(self) -> Tally:
-        if self._sum is not None:  # the first bucket that is waited for
+        if self._sums:  # the first bucket that is waited for
             self._rights.exchange()
         return self.tally
 
@@ -242,7 +236,7 @@ class LowRankReduction(ResidualReduction):
             torch.mm(left.T, right, out=matrix)
         # In one call each: on a GPU the host would otherwise launch a kernel for each parameter.
         for_each("copy_", self.rights, [coming for _, coming in self._new_rights])
-        for_each("copy_", whole, self._totals)
+        for_each("copy_", whole, self._totals[len(matrices) :])
         for_each("zero_", self._places(self._mine)[1])
         self._residual, self._mine = self._mine, self._residual
         self._show(total)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -30,7 +30,6 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.value_codecs import ValueCodec
-from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import Reduction
 from offbeat.strategies.allreduce import AllReduce
@@ -46,6 +45,10 @@ class QGenX(GradientStrategy):
     """
 
     acts_at_steps: ClassVar[bool] = True
+    against_scaler: ClassVar[str] = "QGenX counts optimizer steps, of which a GradScaler skips some"
+    against_kfac: ClassVar[str] = (
+        "K-FAC takes one plain step after each exchange, so no step of QGenX would look ahead"
+    )
 
     codec: ValueCodec | str = "stochastic4"
 
@@ -58,19 +61,7 @@ class QGenX(GradientStrategy):
         return AllReduce(codec=self.codec).reduction(bucket, context)
 
     @override
-    def build_exchange(self, context: Context, **options: Any) -> NoReturn:
-        raise UnsupportedError(
-            "K-FAC takes one plain step after each exchange, so no step of QGenX would look ahead;"
-            " use exchange=offbeat.AllReduce(), which takes the same codec"
-        )
-
-    @override
     def build(self, context: Context) -> Sequence[Callback]:
-        if context.has_scaler:
-            raise UnsupportedError(
-                "QGenX counts optimizer steps, of which a GradScaler skips some; use bfloat16"
-                " autocast, which needs no scaler"
-            )
         return [*super().build(context), ExtraGradient(context.parameters)]
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
+from offbeat.arithmetic.topologies import exponential_peers
 from offbeat.averaging.gossip import PushedChanges, PushSum, push_round
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage, WeightExchange
 from offbeat.callbacks.callback import Callback
@@ -66,15 +66,9 @@ class SGP(AveragingStrategy):
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
-
-        def in_round(round_number: int) -> GossipPeers:
-            return exponential_peers(
-                driver.rank,
-                driver.world_size,
-                round_number=round_number,
-                out_degree=self.out_degree,
-            )
-
+        in_round = partial(
+            exponential_peers, driver.rank, driver.world_size, out_degree=self.out_degree
+        )
         peers, codec = Everyone(driver, context.new_stream()), self.weight_codec
         whole = partial(PushSum, peers=peers, in_round=in_round)
         exchange: WeightExchange = whole(weights)

@@ -25,7 +25,7 @@ from offbeat.errors import ConfigError
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density import AT_ONCE, START, DensitySchedule, Warmup
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum, reason_against_momentum
 from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against_scaling
 from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
@@ -117,9 +117,7 @@ class SparseGradientStrategy(EntriesStrategy):
         if self.warmup is None or self.warmup == "auto":
             return self.warmup  # type: ignore[return-value]  # no narrower for mypy
         try:
-            return (
-                Warmup.read(self.warmup) if isinstance(self.warmup, str) else Warmup.of(self.warmup)
-            )
+            return Warmup.of(self.warmup)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "warmup must be 'auto', None, or pairs of a density in (0, 1] and a number of"
@@ -128,7 +126,7 @@ class SparseGradientStrategy(EntriesStrategy):
             ) from error
 
     @abstractmethod
-    def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
+    def schedule(self, context: Context) -> Scheduled:
         """How many entries travel, and by which collective."""
 
     @override
@@ -157,7 +155,7 @@ class SparseGradientStrategy(EntriesStrategy):
 
     @override
     def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
-        density, others = self.schedule(context, transform.counts)
+        density, others = self.schedule(context)
         buckets, codec, optimizer = self.buckets(context), self.entries(), context.optimizer
         kinds = [BucketKind(each.num_elements, each.flat.element_size()) for each in buckets]
         density.follow(transform, largest=max(kinds, key=lambda kind: kind.num_elements))
@@ -171,11 +169,7 @@ class SparseGradientStrategy(EntriesStrategy):
                 plan=partial(density.plan, kind),
                 owed_rate=None
                 if optimizer is None
-                else OwedRate(
-                    GroupRanges(bucket, optimizer),
-                    rates=transform.rates,
-                    leads_to_plain_steps=transform.leaves_plain_steps,
-                ),
+                else OwedRate(GroupRanges(bucket, optimizer), transform),
             )
             pairs.append((bucket, reduction))
         return Reductions(pairs, [*others, density], [density.listener])

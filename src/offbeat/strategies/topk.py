@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from offbeat.callbacks.context import Context
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.gradients.density import DensitySchedule
-from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.strategies.sparse_gradient import Scheduled, SparseGradientStrategy
 
 
@@ -31,9 +30,6 @@ class TopK(SparseGradientStrategy):
 
     density: float = 0.001
 
-    def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
+    def schedule(self, context: Context) -> Scheduled:
         warmup = self.stages()
-        schedule = DensitySchedule(
-            self.density, context, warmup=warmup, counts=counts, collective=topk_sum
-        )
-        return schedule, []
+        return DensitySchedule(self.density, context, warmup=warmup, collective=topk_sum), []

@@ -54,6 +54,7 @@ from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze, require_adam
 from offbeat.strategies.options import require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
+from offbeat.torch_private import version_of
 from offbeat.weights.model_weights import ModelWeights, average_, wide
 from offbeat.weights.optimizer_state import new_number
 
@@ -61,7 +62,8 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 _LOOKED_AT: Final = 11
 """Once in so many steps a rank looks whether parameters are still where its local steps have led,
-which takes a pass over them, and on a GPU the host waits for it.
+also if autograd knows of no change in place. That takes a pass over them, and on a GPU the host
+waits for it.
 """
 
 _UNDONE: Final = (
@@ -90,11 +92,6 @@ class ZeroOneAdam(AveragingStrategy):
 
     freeze_step: OneOrMore = 1000
     period: OneOrMore = 16
-
-    @property
-    @override
-    def keeps_anchor(self) -> bool:
-        return self.period > 1  # else all ranks are alike, and go on from what they hold
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -167,6 +164,7 @@ class LocalAdam(Callback, TakeMean):
         # Steps that Adam has gathered moments in, and those of them that updated v: they begin when
         # a parameter is in the optimizer and trains.
         self._steps_of, self._updates_of = self._numbers["steps"], self._numbers["updates"]
+        self._versions = list[int]()  # of parameters, after the last step
         self._is_own = True  # whether what is summed up is what this rank has
         self._exact: dict[str, torch.Tensor] = {}  # moments of a loaded state, until they are used
         self._hidden = HiddenGradients()
@@ -205,9 +203,13 @@ class LocalAdam(Callback, TakeMean):
                 taken = float(self._optimizer.state.get(parameter, {}).get("step", 0))
                 self._steps_of[name] = self._updates_of[name] = taken
         # A script may have loaded another rank's parameters with a state.
-        if self._num_steps % _LOOKED_AT == 0 and not self._is_loaded:
+        is_due = self._num_steps % _LOOKED_AT == 0 or self._versions != self._versions_now()
+        if is_due and not self._is_loaded:
             self._look_for_written()
         self._is_own, self._is_loaded = True, False
+
+    def _versions_now(self) -> list[int]:
+        return [version_of(parameter) for parameter in self._parameters.values()]
 
     def _look_for_written(self) -> None:
         """Say so if parameters are not where local steps have led."""
@@ -313,6 +315,7 @@ class LocalAdam(Callback, TakeMean):
     @override
     def on_after_step(self) -> None:
         self._hidden.show()
+        self._versions = self._versions_now()
 
     @override
     def close(self) -> None:
@@ -324,7 +327,7 @@ class LocalAdam(Callback, TakeMean):
                 if not self._updates_of[name]:
                     state.clear()  # without a second moment Adam has to begin
                     continue
-                regrow_(state, group, self._updates_of[name])
+                regrow_(state, group, self._updates_of[name], state["step"])
                 state |= {key: state[key].to(parameter.dtype) for key in MOMENTS}
         self._num_steps = 0
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from offbeat.codec.json_objects import build
 from offbeat.errors import MALFORMED, ConfigError, MismatchError, PeerError, UnsupportedError
 from offbeat.torch_private import new_gloo_backend, new_nccl_backend
 from offbeat.transport.backends import WAIT_LIMIT, Backend, GlooDevice, gloo_device
@@ -378,22 +379,16 @@ class _Entry:
     gloo: Address | None
     nccl: str
 
+    def __post_init__(self) -> None:
+        self.token.encode()
+        if self.gloo is not None:
+            ipaddress.ip_address(self.gloo[0])
+
     @classmethod
     def read(cls, rank: int, said: Mapping[str, Any]) -> _Entry:
         """Raises `WireError` for what is no entry: on every rank, since all read the same."""
         try:
-            token, gloo = said["token"], said["gloo"]
-            token.encode()
-            if gloo is not None:
-                host, port = gloo
-                gloo = str(ipaddress.ip_address(host)), int(port)
-            return cls(
-                silence_s=float(said["silence_s"]),
-                cipher=str(said["cipher"]),
-                token=token,
-                gloo=gloo,
-                nccl=str(said["nccl"]),
-            )
+            return build(cls, said)
         except MALFORMED as error:
             raise unreadable(f"what rank {rank} says of itself", said) from error
 

@@ -47,18 +47,29 @@ class Ticket(Protocol):
 
 
 class Finished:
-    """The ticket of an operation that was over as soon as it began."""
+    """The ticket of an operation that was over as soon as it began, or could not begin."""
 
-    __slots__ = ("_result",)
+    __slots__ = ("_error", "_result")
 
-    def __init__(self, result: Any = None) -> None:
-        self._result = result
+    def __init__(self, result: Any = None, *, error: OffbeatError | None = None) -> None:
+        self._result, self._error = result, error
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> Any:
+        if self._error is not None:
+            raise self._error
         return self._result
+
+
+class Underway:
+    """The ticket of an operation of which two functions tell what a `Ticket` has to."""
+
+    __slots__ = ("done", "wait")
+
+    def __init__(self, done: Callable[[], bool], wait: Callable[[], Any]) -> None:
+        self.done, self.wait = done, wait
 
 
 DONE: Final = Finished()
@@ -148,21 +159,6 @@ class Driver(ABC):
         return thread.join
 
 
-class _Refused:
-    """The ticket of an operation that could not begin."""
-
-    __slots__ = ("_error",)
-
-    def __init__(self, error: PeerError) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> Any:
-        raise self._error
-
-
 class Pending(Generic[T]):
     """A collective under way on one rank.
 
@@ -221,7 +217,7 @@ class Pending(Generic[T]):
                 self._ticket = self._driver.start(operation, self._channel)
             except PeerError as error:
                 # The protocol may have to find out what its peers did before it was cut off.
-                self._ticket = _Refused(error)
+                self._ticket = Finished(error=error)
         except StopIteration as stop:
             self._end(result=stop.value)
         except BaseException as error:

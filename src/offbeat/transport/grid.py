@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore
 
 from offbeat.errors import MALFORMED, MismatchError, OffbeatError, PeerError
 from offbeat.transport.connect import connect, launched
-from offbeat.transport.driver import Driver, Stream, Ticket, Wrapper
+from offbeat.transport.driver import Driver, Stream, Ticket, Underway, Wrapper
 from offbeat.transport.interface import listen_address
 from offbeat.transport.link import silence_s
 from offbeat.transport.network import answering_within, serves, store_sockets
@@ -182,7 +182,8 @@ class GlobalRanks(Wrapper):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         with self.naming():
-            return _Named(self.inner.start(operation, channel), self)
+            ticket = self.inner.start(operation, channel)
+        return Underway(ticket.done, self.naming()(ticket.wait))
 
     def name_of(self, rank: int) -> int:
         return self._ranks[rank]
@@ -212,17 +213,3 @@ class GlobalRanks(Wrapper):
         if reason != text:  # what stands at its end is how this driver's rank learnt of it
             text = f"rank {rank} {reason.rpartition(' (rank ')[0] or reason} (rank {me} waited)"
         return type(error)(text, rank=rank)
-
-
-class _Named:
-    """A ticket of `GlobalRanks`."""
-
-    def __init__(self, ticket: Ticket, driver: GlobalRanks) -> None:
-        self._ticket, self._driver = ticket, driver
-
-    def done(self) -> bool:
-        return self._ticket.done()
-
-    def wait(self) -> Any:
-        with self._driver.naming():
-            return self._ticket.wait()

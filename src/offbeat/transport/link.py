@@ -225,12 +225,9 @@ class Link:
             # does after a refusal
             self._refused = True
             return
-        for frame in frames[:-1]:
-            self._send_frame(frame, _MORE_FOLLOWS)
-        self._send_frame(frames[-1], _AT_ONCE)
-
-    def _send_frame(self, frame: Payload, flags: int) -> None:
-        self._socket.send(frame, flags, copy=len(frame) < _ZERO_COPY_BYTES)
+        for number, frame in enumerate(frames, start=1):
+            flags = _MORE_FOLLOWS if number < len(frames) else _AT_ONCE
+            self._socket.send(frame, flags, copy=len(frame) < _ZERO_COPY_BYTES)
 
     def watch(self, now_s: float) -> None:
         """Read what ZeroMQ reports of the connection. Never blocks."""

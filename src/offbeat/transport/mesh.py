@@ -312,17 +312,13 @@ class Mesh:
     def failure_of(self, peer: int, channel: int) -> OffbeatError | None:
         """Why a message that is not here will never come; None when it may."""
         failed = next(iter(self.failures), peer) if self._watch_all else peer
-        if failed in self.failures:
-            return PeerError(
-                f"rank {failed} {self.failures[failed]} ({self.wait_of(peer, channel)})",
-                rank=failed,
-            )
-        if peer in self.left:
-            return PeerError(f"rank {peer} {FINISHED} ({self.wait_of(peer, channel)})", rank=peer)
-        if peer in self.ended and self.ended[peer] != channel:
-            return PeerError(
-                f"rank {peer} {SESSION_ENDED} ({self.wait_of(peer, channel)})", rank=peer
-            )
+        why = self.failures.get(failed)
+        if why is None and peer in self.left:
+            why = FINISHED
+        elif why is None and self.ended.get(peer, channel) != channel:
+            why = SESSION_ENDED
+        if why is not None:
+            return PeerError(f"rank {failed} {why} ({self.wait_of(peer, channel)})", rank=failed)
         if (ahead := self.inbox.exchange_ahead(peer, channel)) is not None:
             stream, exchange = split_channel(channel)
             return MismatchError(

@@ -434,6 +434,11 @@ Collective: TypeAlias = Generator[Operation, Any, T]
 """A protocol in progress that will return a `T`."""
 
 
+def perform(operation: Operation) -> Collective[Any]:
+    """The protocol of one operation alone, whose result it returns."""
+    return (yield operation)
+
+
 def _parts_by_rank(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The part of each rank's tensor that is the rank's own."""
     return [tensor.chunk(len(tensors))[rank] for rank, tensor in enumerate(tensors)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from offbeat.errors import ConfigError, OffbeatError, PeerError, PeerTimeoutError, UnsupportedError
-from offbeat.transport.driver import DONE, Driver, Finished, Ticket
+from offbeat.transport.driver import DONE, Driver, Finished, Ticket, Underway
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.mesh import FINISHED, SESSION_ENDED, WATCH_INTERVAL_S, Mesh
 from offbeat.transport.operations import Now, Operation, Payload, Post, Recv, RecvAny, Send, Sleep
@@ -95,8 +95,11 @@ class Peers(Driver):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
-            case Send():
-                self._send(operation, channel)
+            case Send(peer, payload):
+                self._check_peer(peer)
+                with self._changed:
+                    self._check_open()
+                    self._mesh.send(peer, channel, payload)
                 return DONE
             case Recv(peer):
                 self._check_peer(peer)
@@ -108,10 +111,19 @@ class Peers(Driver):
                     self._check_peer(max(others))
                 return _Receive(self, operation, channel)
             case Post(payload):
-                self._post(payload, channel)
+                with self._changed:
+                    self._check_open()
+                    self._mesh.inbox.post(self.rank, channel, payload)
+                    if self._is_polled:
+                        self._mesh.listener.wake()  # else it would sleep until a message comes
+                    self._changed.notify_all()
                 return DONE
-            case Sleep():
-                return _SleepTicket(operation.seconds)
+            case Sleep(seconds):
+                end_s = time.monotonic() + seconds
+                return Underway(
+                    lambda: time.monotonic() >= end_s,
+                    lambda: time.sleep(max(0.0, end_s - time.monotonic())),
+                )
             case Now():
                 return Finished(time.monotonic())
             case _:
@@ -242,20 +254,6 @@ class Peers(Driver):
                 self._wait_for_change(remaining_s)
             return message
 
-    def _post(self, payload: Payload, channel: int) -> None:
-        with self._changed:
-            self._check_open()
-            self._mesh.inbox.post(self.rank, channel, payload)
-            if self._is_polled:
-                self._mesh.listener.wake()  # else it would sleep until a message comes
-            self._changed.notify_all()
-
-    def _send(self, operation: Send, channel: int) -> None:
-        self._check_peer(operation.peer)
-        with self._changed:
-            self._check_open()
-            self._mesh.send(operation.peer, channel, operation.payload)
-
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.world_size or peer == self.rank:
             raise ConfigError(
@@ -332,16 +330,3 @@ class _Receive:
             return PeerTimeoutError(f"{passed} rank {mesh.rank} waited for anybody's message")
         peer = min(self.peers)
         return PeerTimeoutError(f"{passed} {mesh.wait_of(peer, self.channel)}", rank=peer)
-
-
-class _SleepTicket:
-    """A sleep under way."""
-
-    def __init__(self, duration_s: float) -> None:
-        self._end_s = time.monotonic() + duration_s
-
-    def done(self) -> bool:
-        return time.monotonic() >= self._end_s
-
-    def wait(self) -> None:
-        time.sleep(max(0.0, self._end_s - time.monotonic()))

@@ -38,6 +38,7 @@ from offbeat.transport.interface import bound_socket, reachable_address
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children
 
 Key = TypeVar("Key")
+T = TypeVar("T")
 
 _ANSWER_S: Final = 0.5
 """How long a host may take to refuse; one that says nothing is not known to be without it."""
@@ -59,6 +60,8 @@ _MOST_PROBES: Final = 4096
 """How many connections to a `Presence` are answered, as far as the system allows so many: nobody
 accepts them. One that is not answered holds up who asks for half a second.
 """
+
+_HERE: Final = "here"
 
 _HALTED: Final = "halted"
 
@@ -196,7 +199,7 @@ class Rendezvous:
             self._addresses[self._position] = presence
             if serves_store:
                 self._serving = self._position
-            return self._await_entries()
+            return self._await(_HERE, self._read_entry, self._check_missing, rest_s=0.25)
 
     def refuse(self, refusal: OffbeatError) -> None:
         """Tell all that this rank cannot take part, and why."""
@@ -214,33 +217,25 @@ class Rendezvous:
             PeerError: a rank has ended or is silent; every rank raises.
             WireError: what a rank says is no text; every rank raises.
         """
-        keys = [f"{phase}/{position}" for position in range(len(self._ranks))]
+
+        def check_silence(silent: int, waited_s: float) -> None:
+            if waited_s > limit_s:
+                raise self._halted_by(
+                    f"rank {self._ranks[silent]} has been silent for {limit_s:g} s"
+                    " while the ranks connected; was it stopped, or its host cut off?",
+                    self._ranks[silent],
+                )
+
+        def read(_: int, text: bytes) -> str:
+            try:
+                return text.decode()
+            except UnicodeDecodeError as error:
+                raise unreadable(f"what the ranks say of {phase!r}", text) from error
+
         with self.naming_who_took_the_store():
-            self._store.set(keys[self._position], mine)
-            begin_s = time.monotonic()
-            self._next_probe_s = begin_s + _PROBE_S
-            num_said = 0
-            while True:
-                # Before the question: what was said while this rank was stopped must be heard.
-                waited_s = time.monotonic() - begin_s
-                num_said = first_missing(self._store, keys, num_said)
-                if num_said == len(keys):
-                    break
-                self._raise_if_halted()
-                self._raise_if_ended(self._looked_after, over=lambda: self._store.check(keys))
-                if waited_s > limit_s:
-                    raise self._halted_by(
-                        f"rank {self._ranks[num_said]} has been silent for {limit_s:g} s"
-                        " while the ranks connected; was it stopped, or its host cut off?",
-                        self._ranks[num_said],
-                    )
-                time.sleep(min(_LOOK_S + waited_s / 50, 0.1))
-            self._raise_if_halted()  # who was silent for too long must not go on alone
-            said = self._store.multi_get(keys)
-        try:
-            return [each.decode() for each in said]
-        except UnicodeDecodeError as error:
-            raise unreadable(f"what the ranks say of {phase!r}", error.object) from error
+            self._store.set(f"{phase}/{self._position}", mine)
+            self._next_probe_s = time.monotonic() + _PROBE_S
+            return self._await(phase, read, check_silence, rest_s=0.1)
 
     def ended(self) -> dict[int, str]:
         """The ranks, by position, whose process has ended since they came; and why. Asked again and
@@ -277,47 +272,62 @@ class Rendezvous:
             why = f"rank {self._ranks[self._position]} failed while the ranks connected: "
             self._halt(f"{why}{type(error).__name__}: {error}", self._ranks[self._position])
 
-    def _await_entries(self) -> list[dict[str, Any]]:
-        # missing in torch's stubs
-        limit_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]
-        keys = [_here(position) for position in range(len(self._ranks))]
-        begin_s = time.monotonic()
-        entries: list[dict[str, Any]] = []
+    def _await(
+        self,
+        phase: str,
+        read: Callable[[int, bytes], T],
+        check: Callable[[int, float], None],
+        *,
+        rest_s: float,
+    ) -> list[T]:
+        """What every rank says in a phase, by position, once all have said it. Raises if a rank has
+        ended.
+
+        Args:
+            phase: its name.
+            read: what to make of what the rank of a position says.
+            check: raises if the rank of a position, the first that has said nothing, never will. It
+                is told for how many seconds this rank has waited.
+            rest_s: the longest time from one question to the next, > 0.
+        """
+        keys = [f"{phase}/{position}" for position in range(len(self._ranks))]
+        begin_s, found = time.monotonic(), list[T]()
         while True:
+            # Before the question: what was said while this rank was stopped must be heard.
             waited_s = time.monotonic() - begin_s
-            begin, end = len(entries), first_missing(self._store, keys, len(entries))
+            begin, end = len(found), first_missing(self._store, keys, len(found))
             if end > begin:
                 texts = self._store.multi_get(keys[begin:end])
-                entries += [self._read_entry(at, text) for at, text in enumerate(texts, begin)]
+                found += [read(at, text) for at, text in enumerate(texts, begin)]
             if end == len(keys):
                 break
             self._raise_if_halted()
-            self._check_missing(keys, end, waited_s, limit_s)
-            time.sleep(min(_LOOK_S + waited_s / 50, 0.25))
-        self._raise_if_halted()  # a rank that was held dead and comes late must not go on alone
-        return entries
+            self._raise_if_ended(self._looked_after, over=lambda: self._store.check(keys))
+            check(end, waited_s)
+            time.sleep(min(_LOOK_S + waited_s / 50, rest_s))
+        self._raise_if_halted()  # who was held dead, or silent for too long, must not go on alone
+        return found
 
     def _read_entry(self, position: int, text: bytes) -> dict[str, Any]:
         try:
             entry: dict[str, Any] = json.loads(text)
-            host, port = entry[_PRESENCE]
+            host, port = entry.pop(_PRESENCE)
             self._addresses[position] = (str(ipaddress.ip_address(host)), int(port))
-            if entry[_SERVES] is True:
+            if entry.pop(_SERVES) is True:
                 self._serving = position
         except MALFORMED as error:
             raise unreadable(f"what rank {self._ranks[position]} says of itself", text) from error
         return entry
 
-    def _check_missing(self, keys: list[str], first: int, waited_s: float, limit_s: float) -> None:
-        """Raises if one of those that have not come never will, or one that came has ended. `first`
-        has not come.
-        """
+    def _check_missing(self, first: int, waited_s: float) -> None:
+        """Raises if one of those that have not come never will. `first` has not come."""
         if waited_s > GRACE_S:
-            for key, rank in zip(keys, self._ranks, strict=True):
-                if rank in self._lost and not self._store.check([key]):
+            for position, rank in enumerate(self._ranks):
+                if rank in self._lost and not self._store.check([_here(position)]):
                     living = [other for other in self._ranks if other not in self._lost]
                     raise self._halted_by(_was_lost(rank, living), rank)
-        self._raise_if_ended(self._looked_after, over=lambda: self._store.check(keys))
+        # missing in torch's stubs
+        limit_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]
         if waited_s > limit_s:
             rank = self._ranks[first]
             raise PeerError(
@@ -436,7 +446,7 @@ def unreadable(what: str, text: object) -> WireError:
 
 
 def _here(position: int) -> str:
-    return f"here/{position}"
+    return f"{_HERE}/{position}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
 from offbeat.transport.driver import Driver, Finished, Ticket, Wrapper
@@ -50,19 +50,6 @@ class Delivery:
 
     num_bytes: int
     num_messages: int = 1
-
-
-class Raised:
-    """The ticket of an operation that has failed."""
-
-    def __init__(self, error: OffbeatError) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> NoReturn:
-        raise self._error
 
 
 class Delaying(Wrapper):
@@ -204,7 +191,7 @@ class _LateMessage:
                 if not self._arrived:
                     self._arrived.append(self._delaying.unstamp(self._peer, self._ticket.wait()))
             except OffbeatError as error:
-                self._rest = Raised(error)
+                self._rest = Finished(error=error)
             else:
                 self._rest = self._delaying.sleep_until(
                     min(self._arrived[0][0], self._deadline_s), self._channel

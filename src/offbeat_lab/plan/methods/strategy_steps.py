@@ -29,7 +29,7 @@ from offbeat.simulation.training import TensorProfile, carry_out, fused
 from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.sgp import SGP
-from offbeat.transport.driver import Ticket, Wrapper
+from offbeat.transport.driver import Ticket, Underway, Wrapper
 from offbeat.transport.operations import (
     Collective,
     DenseOperation,
@@ -409,7 +409,8 @@ class _Machine(Wrapper, PlannedMachine):
             hops = num_rounds(world_size)
         self._count(traffic.bytes_sent, network.dense, num_messages=hops, on_path=hops * hop_bytes)
         copying = self._run.cores.begin(self.rank, setting.dense_work_s(traffic.bytes_sent))
-        return _Both(self.inner.start(operation, channel), lambda: copying.over)
+        ticket = self.inner.start(operation, channel)
+        return Underway(lambda: copying.over and ticket.done(), ticket.wait)
 
     def _count(
         self, num_bytes: float, cost: LinkCost, *, num_messages: float, on_path: float
@@ -485,7 +486,7 @@ class _SharingMachine(_Machine):
             return ticket
         # A part of a model is encrypted as a whole before the next one is.
         carrying = self._run.carrying
-        return _Both(ticket, lambda: carrying.over)
+        return Underway(lambda: carrying.over and ticket.done(), ticket.wait)
 
 
 def _alone(
@@ -544,17 +545,3 @@ class _ClosedWire(WeightlessWire):
             (collective, self.wire.num_elements, k),
         )
         return Exchanged(kept=mine, owed=self.empty(), tally=replace(tally, weight=world_size))
-
-
-@dataclass(frozen=True, slots=True)
-class _Both:
-    """A ticket, once something else is over too."""
-
-    ticket: Ticket
-    is_over: Callable[[], bool]
-
-    def done(self) -> bool:
-        return self.is_over() and self.ticket.done()
-
-    def wait(self) -> Any:
-        return self.ticket.wait()
