@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from group_support.own_messages import arrive, fetch_model, finish, stop_stepping
 from offbeat.arithmetic.groups import VersionGroup, group_of_version
 from offbeat.averaging.background import group_average
 from offbeat.averaging.background.deadlines import DeadlineRule
@@ -30,7 +31,6 @@ from offbeat.averaging.background.interface import (
     VersionResult,
 )
 from offbeat.averaging.background.merge_rules import merge_delta, merge_paper
-from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
 from offbeat.codec.few_bits import E3M0Values
 from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
 from offbeat.codec.rounding import CodedChanges, Rounding
@@ -128,6 +128,8 @@ class Model:
         self.open: dict[int, NDArray[np.float64]] = {}
         self.finalized: set[int] = set()
         self.quorum_at_s: dict[int, float] = {}
+        self.opened_at_s: dict[int, float] = {}
+        self.closed_at_s: dict[int, float] = {}
         self.closed: list[VersionResult] = []
         self.received: list[tuple[int, Contribution | None]] = []
         self.marked_dead: list[int] = []
@@ -139,6 +141,7 @@ class Model:
         assert version not in self.open
         assert all(outcome.version != version for outcome in self.closed)
         self.newest = max(self.newest, version)
+        self.opened_at_s.setdefault(version, self.world.cluster.now_s)
         if self.invited_to is not None and self.invited_to <= version:
             self.invited_to = None  # it goes on without this rank's arrival
         self.open[version] = self.values.copy()
@@ -163,6 +166,7 @@ class Model:
 
     def invite(self, version: int) -> None:
         assert self.rank not in self.world.counts[self.rank].stopped
+        self.opened_at_s.setdefault(version, self.world.cluster.now_s)
         self.invited_to = version
 
     def quorum_arrived(self, version: int) -> None:
@@ -181,6 +185,7 @@ class Model:
         self._check_not_final()
         buffer = self.open.pop(outcome.version)
         self.closed.append(outcome)
+        self.closed_at_s[outcome.version] = self.world.cluster.now_s
         covered = [(piece.begin, piece.end) for piece in outcome.pieces]
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(covered))
         for piece in outcome.pieces:
@@ -407,8 +412,10 @@ class World:
             rounding=Rounding() if schedule.rounds else None,
             changes=CodedChanges(E3M0Values(), CONSTANT) if schedule.codes else None,
         )
-        protocol = adpsgd.serve if schedule.pairs else group_average.serve
-        yield from protocol(rank, settings, self.models[rank], self.counts[rank])
+        kind = adpsgd.PairMember if schedule.pairs else group_average.RoundManager
+        member = kind(rank, settings, self.models[rank])
+        self.counts[rank] = member.counts
+        yield from member.serve()
         if schedule.leaves:
             self.drivers[rank].close()
         return self.counts[rank]

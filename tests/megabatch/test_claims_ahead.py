@@ -414,7 +414,7 @@ def test_a_rank_that_joins_makes_up_for_the_merges_that_it_has_missed(
     """
     peers = Peers(2)
     policy = Policy(1, peers)
-    over = ClaimRound(epoch=1, mega_batch=1, round=4, retry=0, spans=(SampleRange(10, 20),))
+    over = ClaimRound(epoch=1, mega_batch=1, round=4, retry=0, spans=(SampleRange(40, 50),))
     claims = (Claim(over.spans),)
     share = MegaBatchShare(rank=0, claims=claims, updates=1, batch_size=10, busy_s=1.0)
     policy.joined_by = MergedRound(claim_round=over, shares=(share,), ranks=(0, 1))

@@ -271,7 +271,7 @@ class Policy(MegaBatchCallback):
         self.may_step = True
         self._under_way = not self.was_stopped
         if self._under_way:
-            self._check(share, claim_round)
+            self._check(share)
             self._propose((kind, share, claim_round, following))
 
     @property
@@ -317,24 +317,22 @@ class Policy(MegaBatchCallback):
         self.run.turns.wait(self.rank, self._is_over)
         return self.run.merges[self._number - 1].outcome
 
-    def _check(self, share: MegaBatchShare, claim_round: ClaimRound) -> None:
+    def _check(self, share: MegaBatchShare) -> None:
         """What it says that it has computed are the samples that it was given."""
-        claimed = [
-            sample for claim in share.claims for sample in samples_of(claim_round.epoch, claim)
-        ]
+        claimed = [sample for claim in share.claims for sample in samples_of(claim)]
         assert Counter(sample % NUM_SAMPLES for sample in claimed) == Counter(
             sample % NUM_SAMPLES for sample in self.computed
         )
         self.computed = []
 
 
-def samples_of(epoch: int, claim: Claim) -> list[int]:
+def samples_of(claim: Claim) -> list[int]:
     """As numbers that no other pass has."""
     return [
         NUM_SAMPLES * number + int(order_of(NUM_SAMPLES, seed=SEED, epoch=number)[place])
         for span in claim.spans
         for position in range(*span)
-        for number, place in [divmod(epoch * NUM_SAMPLES + position, NUM_SAMPLES)]
+        for number, place in [divmod(position, NUM_SAMPLES)]
     ]
 
 
@@ -433,15 +431,14 @@ def go(trainers: list[Trainer]) -> None:
 
 def merged_samples(rounds: Iterable[MergedRound]) -> Counter[int]:
     return Counter(
-        sample
-        for merged in rounds
-        for claim in merged.claims
-        for sample in samples_of(merged.claim_round.epoch, claim)
+        sample for merged in rounds for claim in merged.claims for sample in samples_of(claim)
     )
 
 
 def whole_of(claim_round: ClaimRound) -> SampleRange:
-    return mega_batch_span(NUM_SAMPLES, 16, claim_round.mega_batch)
+    first = claim_round.epoch * NUM_SAMPLES
+    begin, end = mega_batch_span(NUM_SAMPLES, 16, claim_round.mega_batch)
+    return SampleRange(first + begin, first + end)
 
 
 @pytest.mark.parametrize("by_pass", [True, False])
@@ -495,9 +492,7 @@ def test_a_run_that_was_saved_in_a_merge_sees_the_rest_once(seed: int, *, by_pas
         trainer.make_loader().load_state_dict(states[trainer.rank])
         (saved,) = states[trainer.rank]["owned"].values()
         claims = [Claim(tuple(SampleRange(*s) for s in spans)) for spans in saved["claims"]]
-        trainer.policy.computed = [
-            sample for claim in claims for sample in samples_of(saved["epoch"], claim)
-        ]
+        trainer.policy.computed = [sample for claim in claims for sample in samples_of(claim)]
     if len(num_taken) > 1:
         with pytest.raises(CheckpointError, match="or after different merges"):
             go(again)

@@ -237,13 +237,12 @@ class LedIsland(Callback):
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         self._publish()
         missing: frozenset[int] = frozenset()
-        mine = replace(weights, chosen=self._weights.chosen)
         self._island.collect(self._of_shards(_all_of))  # the loop may have written into it since
         if self._island.rank == 0:
             means = {number: _copied(shard) for number, shard in self._shards.items()}
-            missing = self._inner.average_into(_joined([mine, *means.values()]))
+            missing = self._inner.average_into(_joined([weights, *means.values()]))
         else:
-            means = {self._island.rank: mine}
+            means = {self._island.rank: weights}
         # Where a peer came for an average, the first shard holds that now, and so must the others;
         # before the mean, which may be asked for in the place of the model.
         self._island.spread(self._of_shards(_all_of))
@@ -252,13 +251,11 @@ class LedIsland(Callback):
 
     @override
     def counters(self) -> Mapping[str, float]:
-        found: dict[str, float] = self._said["counters"]
-        return found
+        return dict(self._said["counters"])
 
     @override
     def gauges(self) -> Mapping[str, float]:
-        found: dict[str, float] = self._said["gauges"]
-        return found
+        return dict(self._said["gauges"])
 
     @override
     def steps_behind(self) -> int:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -407,14 +407,11 @@ class AverageOfMembers(PeriodicAverage):
         members = self._members
         if members.group.has_finished or self.replicas_agree():
             return frozenset()  # All members hold the same model, and the copy is one of it.
-        weights = replace(weights, chosen=members.weights.chosen)
         average = self._come("copy")
         if average.purpose == "copy":
             members.write_mean(average, weights)
         else:  # all that were in the average hold the same now
-            for target, own in zip(weights.tensors(), members.weights.tensors(), strict=True):
-                target.detach().copy_(own.detach())
-            weights.write_counters(members.weights.read_counters())
+            weights.write(members.weights.tensors(), members.weights.read_counters())
         return frozenset()
 
     @override

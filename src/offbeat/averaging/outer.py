@@ -176,7 +176,8 @@ def _check(optimizer: object, anchors: Iterable[torch.nn.Parameter]) -> None:
             f"outer must return an optimizer of torch.optim, got {optimizer!r}; pass for example"
             " functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
         )
-    if sorted(map(id, _members(optimizer))) != sorted(map(id, anchors)):
+    given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if sorted(map(id, given)) != sorted(map(id, anchors)):
         raise ConfigError(
             "outer must make an optimizer of the very parameters that it is given, each once; pass"
             " them all on to the optimizer"
@@ -226,10 +227,6 @@ def _fill(
                     f" {full_key!r}"
                 )
             kept[key] = value if shape is None else live.copy_(value)
-
-
-def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _prefix(optimizer: torch.optim.Optimizer) -> str:

@@ -23,7 +23,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -582,7 +582,7 @@ class MeanOfAll(WeightExchange):
         averages_state: whether the optimizer's state is averaged with the weights, and Adam's
             second moments are then made those of the mean gradient; else it stays local. Or by name
             of a state: at every how many averages of the weights it is averaged, plainly.
-        notify: tells the user what of the optimizer's state is not averaged.
+        notify: tells the user what of the optimizer's state is not averaged, the same words once.
     """
 
     state_key = "periodic_average"
@@ -612,7 +612,7 @@ class MeanOfAll(WeightExchange):
             and size > 1
         ):
             self._squares = MeanSquares(optimizer, weights.parameters, world_size=size)
-        self._notify, self._was_told, self._number = notify, False, 0
+        self._notify, self._number = cache(notify), 0
 
     @override
     def begin(self) -> None:
@@ -663,7 +663,7 @@ class MeanOfAll(WeightExchange):
                 self._weights.parameters,
                 driver=self._peers.driver,
                 stream=self._peers.stream,
-                notify=self._notify_once,
+                notify=self._notify,
                 due=due,
             )
             if self._squares is not None:
@@ -686,11 +686,6 @@ class MeanOfAll(WeightExchange):
         lr = max(float(group["lr"]) for group in groups)
         measured = self._peers.launch(gather_values([squared, lr])).wait()
         return Drift(*np.mean(measured, axis=0).tolist())
-
-    def _notify_once(self, remark: str) -> None:
-        if not self._was_told:
-            self._was_told = True
-            self._notify(remark)
 
     @override
     def state(self) -> CallbackState:

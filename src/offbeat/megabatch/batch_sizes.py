@@ -60,9 +60,6 @@ class Bounds:
     def clip(self, size: int) -> int:
         return max(self.smallest, min(size, self.largest))
 
-    def hold(self, size: float) -> bool:
-        return self.smallest <= size <= self.largest
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedRule:
@@ -92,7 +89,7 @@ class PublishedRule:
 
         def resized(size: int, ahead: float, bound: Bounds) -> int:
             proposed = round(size + bound.smallest / 2 * ahead)
-            return proposed if bound.hold(proposed) else size
+            return proposed if bound.clip(proposed) == proposed else size
 
         return tuple(map(resized, batch_sizes, ahead, bounds))
 

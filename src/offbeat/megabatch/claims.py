@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampleRange(NamedTuple):
-    """Positions from `begin` up to, not including, `end` of an epoch's order."""
+    """Positions from `begin` up to, not including, `end` in the order of samples."""
 
     begin: int
     end: int
@@ -154,8 +154,8 @@ class Claim:
     """Samples that one worker has taken.
 
     Attributes:
-        spans: where they stand in the epoch's order; more than one where a round was made of what
-            departed workers had claimed.
+        spans: where they stand in the order of samples; more than one where a round was made of
+            what departed workers had claimed.
     """
 
     spans: SampleRanges

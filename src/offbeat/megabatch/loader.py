@@ -13,7 +13,8 @@ A round may also be a step of all ranks, of a batch each, with the mean of their
 are chosen in each.
 
 An epoch of N samples has round(N / M) mega-batches, at least one. Their sizes differ by one sample
-at most: none is a remnant, and a dataset with fewer than M samples is one mega-batch.
+at most: none is a remnant, and a dataset with fewer than M samples is one mega-batch. Positions of
+samples are counted through all passes: number n of the order of epoch e stands at e N + n.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from statistics import median
 from typing import Any, ClassVar
 
@@ -186,10 +188,12 @@ class DispatchLoader(Callback):
         self.epoch = self.mega_batch = self.batch_position = 0
         self.last: Sequence[MegaBatchShare] = ()
         self._fetcher, self._num_samples = fetcher, fetcher.num_samples
-        self._seed, self._shuffles = seed, shuffles
+        self._shuffles, num_samples = shuffles, fetcher.num_samples
+        self._order_here = description_of_order(num_samples, seed, shuffles=shuffles)
+        # The one of the epoch under way is kept.
+        self._order_of = lru_cache(1)(lambda epoch: order_of(num_samples, seed=seed, epoch=epoch))
         self._log, self._policy, self._notify, self._clock = log, policy, notify, clock
         self._rank = rank
-        self._order: tuple[int, NDArray[np.integer]] | None = None
         self._open_round: ClaimRound | None = None
         # Of the mega-batch under way: what was merged in its earlier rounds, by rank and in all.
         self._earlier_shares: dict[int, MegaBatchShare] = {}
@@ -260,7 +264,8 @@ class DispatchLoader(Callback):
         """How many samples of the pass under way stand before the mega-batch under way. Of that
         one, rounds may have been merged too.
         """
-        return self._whole(self.epoch, self.mega_batch)[0].begin
+        size = self._policy.samples_of_mega_batch
+        return mega_batch_span(self._num_samples, size, self.mega_batch).begin
 
     def one_mega_batch(self, *, goes_on: bool = False) -> Iterator[Any]:
         """This rank's batches of the next mega-batch, or of what is left of the one under way.
@@ -369,11 +374,7 @@ class DispatchLoader(Callback):
         places = {rank: tuple(theirs["place"]) for rank, theirs in by_rank.items()}
         # Ranks that went on beside a merge, which is in none of their models, may have been saved
         # on both sides of it.
-        epoch, (self.epoch, self.mega_batch) = self.epoch, max(places.values())
-        self._computed = [
-            _claim_moved(claim, (epoch - self.epoch) * self._num_samples)
-            for claim in self._computed
-        ]
+        self.epoch, self.mega_batch = max(places.values())
         unmerged = {self._unmerged_of(theirs) for theirs in by_rank.values()}
         if len(unmerged) > 1:
             raise CheckpointError(
@@ -381,11 +382,7 @@ class DispatchLoader(Callback):
                 f" {places}), or after different merges; save them on all ranks between the same"
                 " two merges, as after loader.one_mega_batch()"
             )
-        seen = [
-            _moved(SampleRange(*span), (theirs["place"][0] - self.epoch) * self._num_samples)
-            for theirs in by_rank.values()
-            for span in theirs["computed"]
-        ]
+        seen = [span for theirs in by_rank.values() for span in _ranges_of(theirs["computed"])]
         (left,) = unmerged
         self._merged, self._lost = without(self._whole(self.epoch, self.mega_batch), left), ()
         spans = without(left, seen)
@@ -399,18 +396,10 @@ class DispatchLoader(Callback):
         self._open(self._cut(rest))
 
     def _unmerged_of(self, theirs: Mapping[str, Any]) -> SampleRanges:
-        """What a rank's model has not seen by merges, up to the end of the mega-batch under way, as
-        positions of its pass; those below 0 belong to the pass before.
-        """
-        epoch, number = theirs["place"]
-        shift = (epoch - self.epoch) * self._num_samples
-        (begin, _), (_, end) = (
-            *self._whole(epoch, number),
-            *self._whole(self.epoch, self.mega_batch),
-        )
-        merged = [_moved(SampleRange(*span), shift) for span in theirs["merged"]]
-        lost = [_moved(SampleRange(*span), shift) for span in theirs.get("lost", ())]
-        return joined((*lost, *without([SampleRange(begin + shift, end)], merged)))
+        """What a rank's model has not seen by merges, up to the end of the mega-batch under way."""
+        (first,), (last,) = self._whole(*theirs["place"]), self._whole(self.epoch, self.mega_batch)
+        merged, lost = _ranges_of(theirs["merged"]), _ranges_of(theirs["lost"])
+        return joined((*lost, *without([SampleRange(first.begin, last.end)], merged)))
 
     def _cut(self, claim_round: ClaimRound) -> ClaimRound:
         """As much of the rest of a mega-batch as is computed until the next merge. Where merges are
@@ -421,7 +410,7 @@ class DispatchLoader(Callback):
         unmerged = without((whole,), self._merged)
         end = whole.begin
         while unmerged and end <= unmerged[0].begin:
-            size = self._policy.samples_of_round(claim_round.epoch * self._num_samples + end)
+            size = self._policy.samples_of_round(end)
             left = whole.end - end
             end = whole.end if size is None or 2 * left < 3 * size else end + size
         return claim_round.cut(end)
@@ -429,8 +418,7 @@ class DispatchLoader(Callback):
     def _open(self, claim_round: ClaimRound) -> None:
         policy = self._policy
         ranks = self._ranks = policy.ranks
-        before = claim_round.epoch * self._num_samples
-        before += min((span.begin for span in claim_round.spans), default=0)
+        before = min((span.begin for span in claim_round.spans), default=0)
         # A mega-batch ends with a merge of models: nobody is beyond it before all have come there.
         self._is_step = (
             bool(claim_round.later)
@@ -537,7 +525,7 @@ class DispatchLoader(Callback):
         if self._ahead:
             claim = self._ahead.popleft()
             self._handed_out.append(claim)
-            self.batch_position = claim.spans[0].begin
+            self.batch_position = claim.spans[0].begin - self.epoch * self._num_samples
             if not self._is_step:  # Rates are for as many samples as all ranks have together.
                 self._policy.batch_handed_out(claim.num_samples)
 
@@ -640,9 +628,7 @@ class DispatchLoader(Callback):
         """What departed workers had claimed of a round that was merged is to be given out again,
         after the round that is under way.
         """
-        over = merged.claim_round
-        shift = (over.epoch - self.epoch) * self._num_samples
-        self._lost = tuple(_moved(span, shift) for span in merged.left)
+        self._lost = merged.left
         self._merged = without(self._merged, self._lost)
 
     def _go_on_after(self, merged: MergedRound) -> None:
@@ -684,8 +670,17 @@ class DispatchLoader(Callback):
         if (over.epoch, over.mega_batch) == (following.epoch, following.mega_batch):
             self._earlier_shares = shares
         else:
-            self.last = tuple(shares[rank] for rank in sorted(shares))
+            self.last = tuple(self._in_pass(shares[rank], over.epoch) for rank in sorted(shares))
             self._earlier_shares = {}
+
+    def _in_pass(self, share: MegaBatchShare, epoch: int) -> MegaBatchShare:
+        """The same with positions in one pass; those below 0 are of the pass before."""
+        first = epoch * self._num_samples
+        claims = (
+            Claim(tuple(SampleRange(begin - first, end - first) for begin, end in claim.spans))
+            for claim in share.claims
+        )
+        return replace(share, claims=tuple(claims))
 
     def _tell(self) -> None:
         """Let the user know of the mega-batches that were merged meanwhile: more than one where
@@ -728,29 +723,22 @@ class DispatchLoader(Callback):
             )
 
     def _whole(self, epoch: int, number: int) -> SampleRanges:
-        return (mega_batch_span(self._num_samples, self._policy.samples_of_mega_batch, number),)
+        size, first = self._policy.samples_of_mega_batch, epoch * self._num_samples
+        begin, end = mega_batch_span(self._num_samples, size, number)
+        return (SampleRange(first + begin, first + end),)
 
     def _indices(self, claim: Claim) -> list[int]:
-        """The samples of a claim. Positions below 0 belong to the pass before."""
+        """The samples of a claim, whose spans may lie in two passes."""
         found: list[int] = []
         size = self._num_samples
         for begin, end in claim.spans:
             for first in range(begin // size * size, end, size):
                 part = slice(max(begin - first, 0), min(end - first, size))
                 if self._shuffles:
-                    found += self._order_of(self.epoch + first // size)[part].tolist()
+                    found += self._order_of(first // size)[part].tolist()
                 else:
                     found += range(size)[part]
         return found
-
-    def _order_of(self, epoch: int) -> NDArray[np.integer]:
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, order_of(self._num_samples, seed=self._seed, epoch=epoch)
-        return self._order[1]
-
-    @property
-    def _order_here(self) -> dict[str, int]:
-        return description_of_order(self._num_samples, self._seed, shuffles=self._shuffles)
 
     # State
 
@@ -767,10 +755,8 @@ class DispatchLoader(Callback):
             # The merge that is under way is not in the model. It is left out, so that the models
             # are merged once, later, with what was computed since.
             over, share = self._in_merge.claim_round, self._in_merge.share
-            shift = (over.epoch - self.epoch) * self._num_samples
-            lost = tuple(_moved(span, shift) for span in over.spans)
-            merged = without(merged, lost)
-            claims = [*(_claim_moved(claim, shift) for claim in share.claims), *claims]
+            lost, merged = over.spans, without(merged, over.spans)
+            claims = [*share.claims, *claims]
             updates, busy_s = updates + share.updates, busy_s + share.busy_s
             if (over.epoch, over.mega_batch) != (self.epoch, self.mega_batch):
                 earlier = {}
@@ -792,7 +778,6 @@ class DispatchLoader(Callback):
             },
             "owned": {
                 f"computed/{self._rank}": {
-                    "epoch": self.epoch,
                     "claims": _spans_of(claims),
                     "updates": updates,
                     "busy_s": busy_s,
@@ -809,8 +794,7 @@ class DispatchLoader(Callback):
         if is_within or any(computed["claims"] for computed in owned.values()):
             require_same_order(saved["order"], self._order_here)
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
-        self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
-        self._lost = tuple(SampleRange(*span) for span in saved.get("lost", ()))
+        self._merged, self._lost = _ranges_of(saved["merged"]), _ranges_of(saved["lost"])
         size = saved.get("samples_of_mega_batch", self._policy.samples_of_mega_batch)
         if size != self._policy.samples_of_mega_batch:
             self._find_place(size)
@@ -826,9 +810,7 @@ class DispatchLoader(Callback):
             # Of a rank that is no more, another one takes over what it computed: the mean of the
             # models has seen it, so that nobody is given it again.
             if self._rank in (rank, rank % len(self._policy.ranks)):
-                shift = (int(computed["epoch"]) - self.epoch) * self._num_samples
-                claims = _claims_of(computed["claims"])
-                self._computed += [_claim_moved(claim, shift) for claim in claims]
+                self._computed += _claims_of(computed["claims"])
                 self._updates += int(computed["updates"])
                 self._busy_s += float(computed["busy_s"])
         self._handed_out, self._asked_at_s, self._waited_s = [], None, 0.0
@@ -846,8 +828,9 @@ class DispatchLoader(Callback):
         """Go on with the mega-batch in which the one that was under way begins, where these had
         another size when the state was saved. What was computed behind its end comes again.
         """
-        (begin, _) = mega_batch_span(self._num_samples, samples_of_mega_batch, self.mega_batch)
-        unmerged = without([SampleRange(begin, self._num_samples)], self._merged)
+        first, size = self.epoch * self._num_samples, self._num_samples
+        begin = first + mega_batch_span(size, samples_of_mega_batch, self.mega_batch).begin
+        unmerged = without([SampleRange(begin, first + size)], self._merged)
         spans = (self._whole(self.epoch, number) for number in range(self.num_mega_batches))
         self.mega_batch = next(n for n, ((_, end),) in enumerate(spans) if end > begin)
         whole = self._whole(self.epoch, self.mega_batch)
@@ -877,12 +860,9 @@ class _RoundInMerge:
     following: ClaimRound
 
 
-def _moved(span: SampleRange, by: int) -> SampleRange:
-    return SampleRange(span.begin + by, span.end + by)
-
-
-def _claim_moved(claim: Claim, by: int) -> Claim:
-    return Claim(tuple(_moved(span, by) for span in claim.spans))
+def _ranges_of(spans: Iterable[Iterable[int]]) -> SampleRanges:
+    """Spans that were written as JSON."""
+    return tuple(SampleRange(*span) for span in spans)
 
 
 def _spans_of(claims: Iterable[Claim]) -> list[list[list[int]]]:
@@ -892,7 +872,7 @@ def _spans_of(claims: Iterable[Claim]) -> list[list[list[int]]]:
 
 def _claims_of(spans: Iterable[Iterable[Iterable[int]]]) -> list[Claim]:
     """Inverse of `_spans_of`."""
-    return [Claim(tuple(SampleRange(*span) for span in claim)) for claim in spans]
+    return [Claim(_ranges_of(claim)) for claim in spans]
 
 
 _RECENT = 9

@@ -322,12 +322,10 @@ class MergeProtocol:
         """
         outcome = self._take_at_once(self.freeze(report), "mean")
         # Without one all members hold the same.
-        mean = None if outcome.kind == "merge" else outcome.mean
-        weights = replace(weights, chosen=self._weights.chosen)
-        news = self._weights.tensors() if mean is None else mean.merged
-        for target, new in zip(weights.tensors(), news, strict=True):
-            target.copy_(new)
-        weights.write_counters(self._weights.read_counters() if mean is None else mean.counters)
+        if outcome.kind == "merge" or outcome.mean is None:
+            weights.write(self._weights.tensors(), self._weights.read_counters())
+        else:
+            weights.write(outcome.mean.merged, outcome.mean.counters)
         return outcome
 
     def _take_at_once(

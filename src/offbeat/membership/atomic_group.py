@@ -91,7 +91,7 @@ class AtomicGroup:
 
     # The trainer's side
 
-    def run(self, work: GroupWork[T], *, quorum: Quorum | None = None, counts: bool = True) -> T:
+    def run(self, work: GroupWork[T], *, quorum: Quorum = Quorum(), counts: bool = True) -> T:
         """The outcome of `work`, carried out by all members of one generation, the same one for
         all of them.
 
@@ -101,7 +101,7 @@ class AtomicGroup:
 
         Args:
             work: of this member.
-            quorum: the same on all members, in all calls; None: all of them.
+            quorum: the same on all members, in all calls.
             counts: as of `first_to_arrive`.
 
         Raises:
@@ -114,9 +114,7 @@ class AtomicGroup:
                 active = self._generation_after(tried)
                 tried = active.generation.number
                 try:
-                    if quorum is None or quorum.fraction == 1:
-                        return active.attempt(work, self._store)
-                    return active.attempt_with_quorum(work, self._store, quorum, counts=counts)
+                    return active.attempt(work, self._store, quorum, counts=counts)
                 except StoreLostError:
                     raise
                 except PeerError:
@@ -308,22 +306,21 @@ class _ActiveGeneration:
         self._entries: dict[str, tuple[int, Sequence[int]]] = {}
         self._arrivals: Arrivals | None = None
 
-    def attempt(self, work: GroupWork[T], store: Store) -> T:
+    def attempt(self, work: GroupWork[T], store: Store, quorum: Quorum, *, counts: bool) -> T:
         """Carry `work` out once, and commit its outcome. Raises `PeerError` where it is void."""
-        # All members count attempts alike, so that the same number names the same work. All of
-        # them have begun the attempt before this one, so that none asks for older verdicts.
+        if self._num_attempts and quorum.fraction < 1:
+            return self._settle(work, store, *self._arrive(store, quorum, counts=counts))
+        # All members begin the first work of a generation, and all works that wait for all. They
+        # count attempts alike, so that the same number names the same work. All of them have begun
+        # the attempt before this one, so that none asks for older verdicts.
         self._num_attempts += 1
         self._delete(store, list(self._entries)[:-1])
         return self._settle(work, store, range(self.generation.size), self._channels.next())
 
-    def attempt_with_quorum(
-        self, work: GroupWork[T], store: Store, quorum: Quorum, *, counts: bool
-    ) -> T:
-        """As `attempt`, with those who arrive in time, at the first work that waits for this
-        member. All members begin the first work of a generation.
+    def _arrive(self, store: Store, quorum: Quorum, *, counts: bool) -> tuple[Sequence[int], int]:
+        """The positions of those who arrive in time at the first work that waits for this member,
+        and its channel.
         """
-        if not self._num_attempts:
-            return self.attempt(work, store)
         size = self.generation.size
         self._arrivals = arrivals = self._arrivals or Arrivals(store, self.generation.number)
         here: Sequence[int] = ()
@@ -352,7 +349,7 @@ class _ActiveGeneration:
             if all(at.get(peer, 0) > attempt for peer in asking)
         ]
         self._delete(store, over)
-        return self._settle(work, store, here, channel)
+        return here, channel
 
     def _settle(self, work: GroupWork[T], store: Store, here: Sequence[int], channel: int) -> T:
         """Let those at the positions `here` carry `work` out and commit it."""

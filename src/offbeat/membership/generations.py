@@ -446,16 +446,14 @@ class Generations:
 
     def _request_to_join(self) -> Generation:
         """Request to join, and wait for the generation that has this rank as a member."""
-        self._is_new = True
-        self._member = Member(self._network.rank, self._membership.request(self._network.rank))
+        rank, self._is_new = self._network.rank, True
+        self._member = Member(rank, self._membership.request(rank))
         while (latest := self._membership.latest()).position_of(self._member) is None:
             self._check_run_not_over()
             # The request was answered, but a later generation has already left this rank out.
             if latest.tickets >= self._member.ticket:
                 self._check_not_replaced()
-                self._member = Member(
-                    self._network.rank, self._membership.request(self._network.rank)
-                )
+                self._member = Member(rank, self._membership.request(rank))
             if time.monotonic() > self._deadline_s:
                 raise PeerError(
                     "no member of the run let this worker in in time; does any still run, and reach"

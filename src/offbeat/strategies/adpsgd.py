@@ -50,12 +50,11 @@ from offbeat.averaging.background.deadlines import deadline_s
 from offbeat.averaging.background.interface import (
     Contribution,
     Piece,
-    ProtocolCounts,
     ProtocolSettings,
     VersionResult,
     check_values,
 )
-from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
+from offbeat.averaging.background.protocol_member import ProtocolMember
 from offbeat.averaging.background.rounds import largest_of, mean_of, rounded_average
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
@@ -64,7 +63,6 @@ from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage, Values
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import WireError
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 
@@ -94,7 +92,7 @@ class ADPSGD(AveragingStrategy):
                 weights,
                 model,
                 staging=staging,
-                serve=serve,
+                member=PairMember,
                 group_of=self.group_of,
                 rounding=Rounding(statistics) if self.values == "bfloat16" else None,
                 overlap=True,
@@ -109,22 +107,6 @@ class ADPSGD(AveragingStrategy):
         # nothing else.
         draw = int(np.random.default_rng([position, version]).integers(num_members - 1))
         return VersionGroup(ranks=(position, draw + (draw >= position)))
-
-
-def serve(
-    rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts | None = None
-) -> Collective[ProtocolCounts]:
-    """Take part in averages of pairs on behalf of `rank` throughout a generation.
-
-    Args, return value and errors are those of `group_average.serve`, and the trainer posts the same
-    messages. Versions are each rank's own, 0 or more, and grow. `VersionGroup.ranks` is this rank
-    and its partner, who need not know of it, or this rank alone; `min_arrivals` is not used. An
-    average that a peer asked for has no version of this rank: `SharedModel.contribute` and `close`
-    get -1, -2, -3, ... for these. No number is used twice, and each such version is closed before
-    anything else happens. Averages must be merged by `merge_delta`, because a rank that waits for
-    its partner may have averaged with peers meanwhile.
-    """
-    return run_member(PairMember(rank, settings, model, counts or ProtocolCounts()))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,12 +126,18 @@ class _Request:
 
 
 class PairMember(ProtocolMember):
-    """Sends this rank's model to partners, and answers peers that have chosen this rank."""
+    """Sends this rank's model to partners, and answers peers that have chosen this rank.
 
-    def __init__(
-        self, rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts
-    ) -> None:
-        super().__init__(rank, settings, model, counts)
+    Versions are each rank's own, 0 or more, and grow. `VersionGroup.ranks` is this rank and its
+    partner, who need not know of it, or this rank alone; `min_arrivals` is not used. An average
+    that a peer asked for has no version of this rank: `SharedModel.contribute` and `close` get -1,
+    -2, -3, ... for these. No number is used twice, and each such version is closed before anything
+    else happens. Averages must be merged by `merge_delta`, because a rank that waits for its
+    partner may have averaged with peers meanwhile.
+    """
+
+    def __init__(self, rank: int, settings: ProtocolSettings, model: SharedModel) -> None:
+        super().__init__(rank, settings, model)
         self._requests: dict[int, _Request] = {}
         self._newest = -1
         self._num_answers = 0
@@ -165,7 +153,7 @@ class PairMember(ProtocolMember):
         mine = self._contribution(version)
         partner = next((rank for rank in pair if rank != self._rank), None)
         if partner is None or partner in self._absent() or mine is None:
-            self._close(version, pair, now_s, now_s)
+            self._close(version, pair)
             self._model.finalize_version(version)
             return
         content = self._chunk(mine, version=version).to_bytes()
@@ -177,7 +165,7 @@ class PairMember(ProtocolMember):
             deadline_s=now_s + deadline_s(self._waits_s, self._settings.reply_deadline),
         )
 
-    def _answer(self, sender: int, theirs: ModelMessage, now_s: float) -> None:
+    def _answer(self, sender: int, theirs: ModelMessage) -> None:
         """A peer's model has arrived: average it with this rank's, and send the average back."""
         check_values(sender, theirs, self._settings, has_values=True)
         answer = replace(
@@ -207,7 +195,7 @@ class PairMember(ProtocolMember):
                 contributed = rounding.decode((both[1].codes, both[1].values), 0)
             pieces.append(_piece(own, contributed, fresh=mine.fresh))
         self._outgoing.append((sender, answer.to_bytes()))
-        self._close(-self._num_answers, (sender, self._rank), now_s, now_s, *pieces)
+        self._close(-self._num_answers, (sender, self._rank), *pieces)
         self._model.finalize_version(-self._num_answers)
 
     def _receive_answer(self, sender: int, answer: ModelMessage, now_s: float) -> None:
@@ -231,7 +219,7 @@ class PairMember(ProtocolMember):
             for piece in pieces:
                 self._model.merge_late(answer.version, piece)
         else:
-            self._close(answer.version, (self._rank, sender), request.opened_s, now_s, *pieces)
+            self._close(answer.version, (self._rank, sender), *pieces)
         self._model.finalize_version(answer.version)
 
     def _advance(self, now_s: float) -> None:
@@ -241,7 +229,7 @@ class PairMember(ProtocolMember):
             if request.partner in absent and not request.closed:
                 # The answer of a suspected partner may still arrive.
                 request.closed, request.deadline_s = True, math.inf
-                self._close(version, (self._rank, request.partner), request.opened_s, now_s)
+                self._close(version, (self._rank, request.partner))
             if request.partner in self.counts.dead:
                 del self._requests[version]
                 self._model.finalize_version(version)
@@ -251,7 +239,7 @@ class PairMember(ProtocolMember):
             case MessageKind.ARRIVE:
                 self._ask_partner(message.version, now_s)
             case MessageKind.CHUNK:
-                self._answer(sender, message, now_s)
+                self._answer(sender, message)
             case _:
                 self._receive_answer(sender, message, now_s)
 
@@ -278,14 +266,8 @@ class PairMember(ProtocolMember):
         codes, exact = rounding.encode(mine.values, 0)
         return replace(chunk, values=exact, codes=codes)
 
-    def _close(
-        self, version: int, group: tuple[int, ...], opened_s: float, closed_s: float, *pieces: Piece
-    ) -> None:
-        self._model.close_version(
-            VersionResult(
-                version=version, group=group, pieces=pieces, opened_s=opened_s, closed_s=closed_s
-            )
-        )
+    def _close(self, version: int, group: tuple[int, ...], *pieces: Piece) -> None:
+        self._model.close_version(VersionResult(version=version, group=group, pieces=pieces))
 
 
 def _piece(average: ModelMessage, contributed: Values, *, fresh: bool) -> Piece:

@@ -46,8 +46,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.arithmetic.groups import VersionGroup
-from offbeat.averaging.background import group_average
 from offbeat.averaging.background.averager import BackgroundCallback, delta_merge
+from offbeat.averaging.background.group_average import RoundManager
 from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
 from offbeat.averaging.background.shared_model import SharedModel
@@ -121,7 +121,7 @@ class PartialAllReduce(BackgroundCallback):
             weights,
             self._gradients,
             staging=staging,
-            serve=group_average.serve,
+            member=RoundManager,
             group_of=strategy.group_of,
             num_flags=len(self._parameters),
         )

@@ -53,8 +53,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from offbeat.arithmetic.groups import VersionGroup, default_group_size, group_of_version
-from offbeat.averaging.background import group_average
 from offbeat.averaging.background.averager import BackgroundWeightAverage, delta_merge
+from offbeat.averaging.background.group_average import RoundManager
 from offbeat.averaging.background.merge_rules import MergeRule, PaperMerge
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
@@ -162,7 +162,7 @@ class WAGMA(AveragingStrategy):
                 weights,
                 model,
                 staging=staging,
-                serve=group_average.serve,
+                member=RoundManager,
                 group_of=self.group_of,
                 rounding=Rounding(statistics) if is_rounded else None,
                 changes=None if values is None else CodedChanges(values, statistics),

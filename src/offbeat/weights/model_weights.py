@@ -34,7 +34,7 @@ from offbeat.collectives.weighted_mean import FRAGMENT_BYTES, Elements, weighted
 from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Pending, Stream
-from offbeat.transport.operations import Collective, Payload
+from offbeat.transport.operations import Collective
 
 
 class BufferNames(NamedTuple):
@@ -98,6 +98,12 @@ class ModelWeights:
     def positions_of_statistics(self) -> range:
         """Where the statistics are among `tensors()`."""
         return range(len(self.parameters), len(self.parameters) + len(self.chosen.statistics))
+
+    def write(self, tensors: Sequence[torch.Tensor], counters: Counters) -> None:
+        """Take over what another model, or a mean, has as `tensors` and as counters."""
+        for target, new in zip(self.tensors(), tensors, strict=True):
+            target.detach().copy_(new)
+        self.write_counters(counters)
 
     def read_counters(self) -> Counters:
         """The counters, side by side, shape (any,)."""
@@ -542,12 +548,10 @@ def average_(
     if driver.world_size == 1:  # they are their own mean
         return time.perf_counter() - begin_s
     tensors, like = [*map(real, tensors)], [*map(real, like)]
-    means, under_way = _Means(tensors), deque[Callable[[], float]]()
-    encode_s = time.perf_counter() - begin_s
+    means, under_way, waited_s = _Means(tensors), deque[Callable[[], float]](), 0.0
     for cuts in _fragments(like):
         if len(under_way) == _UNDER_WAY:
-            encode_s += under_way.popleft()()
-        begin_s = time.perf_counter()
+            waited_s += under_way.popleft()()
         pack = Pack([_cut(like[position], rows) for position, rows in cuts])
         mine, sums = [_cut(tensors[position], rows) for position, rows in cuts], []
         vectors = pack.vectors(mine, with_tails=True)
@@ -558,11 +562,9 @@ def average_(
                     tail[number].zero_()
             sums.append(driver.launch(dense_all_reduce(vector), stream.next()))
         under_way.append(partial(means.take, pack, cuts, sums))
-        encode_s += time.perf_counter() - begin_s
-    encode_s += sum(take() for take in under_way)
-    begin_s = time.perf_counter()
+    waited_s += sum(take() for take in under_way)
     means.write_()
-    return encode_s + time.perf_counter() - begin_s
+    return time.perf_counter() - begin_s - waited_s
 
 
 _UNDER_WAY: Final = 2
@@ -617,12 +619,10 @@ class _Means:
     def take(
         self, pack: Pack, cuts: Sequence[_Cut], sums: Sequence[Pending[torch.Tensor]]
     ) -> float:
-        """Wait for the sums of a fragment, but not for the device. Returns the seconds without the
-        waiting.
-        """
-        totals = [pending.wait() for pending in sums]
+        """Wait for the sums of a fragment, but not for the device. Returns for how many seconds."""
         begin_s = time.perf_counter()
-        views = pack.views(totals)
+        totals = [pending.wait() for pending in sums]
+        waited_s, views = time.perf_counter() - begin_s, pack.views(totals)
         for piece, total in zip(pack.pieces, totals, strict=True):
             divisors = total[-len(piece.positions) :].clone()  # a view would keep all of `total`
             here, places = [views[place] for place in piece.positions], []
@@ -635,7 +635,7 @@ class _Means:
                 self._positions.append(position)
             for_each("copy_", places, here)
             self._divisors.append(divisors)
-        return time.perf_counter() - begin_s
+        return waited_s
 
     def write_(self) -> None:
         """Write all means but those of what no rank has. The host waits for the device once."""
@@ -737,7 +737,9 @@ def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collec
         NonFiniteError: a rank's model is not finite. On every rank.
     """
     summary = json.dumps(mine.summary()).encode()
-    summaries = yield from all_gather(rank, world_size, summary, _read_summary)
+    summaries: list[dict[str, Any]] = yield from all_gather(
+        rank, world_size, summary, lambda payload: json.loads(bytes(payload))
+    )
     broken = [number for number, each in enumerate(summaries) if not each["finite"]]
     if broken:
         raise NonFiniteError(
@@ -773,15 +775,7 @@ def average_at_the_end(
     """
     channel = stream.next()
     driver.end_training(channel)
-    tensors, counters = weights.tensors(), weights.read_counters()
-    mine = FinalModel(tensors=tensors, counters=counters, weight=weight)
+    mine = FinalModel(tensors=weights.tensors(), counters=weights.read_counters(), weight=weight)
     mean = driver.run(mean_of_final_models(driver.rank, driver.world_size, mine), channel)
     if mean is not mine:
-        for tensor, new in zip(tensors, mean.tensors, strict=True):
-            tensor.copy_(new)
-        weights.write_counters(mean.counters)
-
-
-def _read_summary(payload: Payload) -> dict[str, float | str | bool]:
-    summary: dict[str, float | str | bool] = json.loads(bytes(payload))
-    return summary
+        weights.write(mean.tensors, mean.counters)

@@ -59,7 +59,7 @@ def piece(
 
 
 def over(version: int, *pieces: Piece) -> VersionResult:
-    return VersionResult(version=version, group=(0, 1), pieces=pieces, opened_s=0.0, closed_s=0.0)
+    return VersionResult(version=version, group=(0, 1), pieces=pieces)
 
 
 def gradient(value: float) -> Values:

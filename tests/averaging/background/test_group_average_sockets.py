@@ -10,8 +10,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from group_support.own_messages import arrive, fetch_model, finish
 from offbeat.arithmetic.groups import group_of_version
-from offbeat.averaging.background.group_average import serve
+from offbeat.averaging.background.group_average import RoundManager
 from offbeat.averaging.background.interface import (
     Contribution,
     Piece,
@@ -19,7 +20,6 @@ from offbeat.averaging.background.interface import (
     VersionResult,
 )
 from offbeat.averaging.background.merge_rules import merge_delta
-from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish
 from offbeat.codec.model_wire import Values
 from offbeat.transport.operations import Post
 from offbeat.transport.peers import PeerLimits, Peers
@@ -130,7 +130,9 @@ def test_five_ranks_keep_their_mean(mesh: list[Peers], num_elements: int) -> Non
             group_of=partial(group_of_version, rank=rank, members=members, group_size=3, period=4),
         )
         threads.append(
-            threading.Thread(target=mesh[rank].run, args=(serve(rank, settings, trainer), CHANNEL))
+            threading.Thread(
+                target=mesh[rank].run, args=(RoundManager(rank, settings, trainer).serve(), CHANNEL)
+            )
         )
         threads.append(threading.Thread(target=trainer.train, args=(6,)))
     for thread in threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ class Rank:
         self._answers = list(answers)
         self.progress = ProgressThread(
             self.published,
-            serve=self._serve,
+            member=partial(Answering, self._answers),
             settings=lambda generation, position: ProtocolSettings(
                 members=tuple(range(num_members)),
                 generation=0,
@@ -60,21 +61,28 @@ class Rank:
         _, missing = self.progress.mean(into)
         return into.tolist(), missing
 
-    def _serve(
+
+class Answering:
+    """Takes part in nothing, and gives the next of `answers` to a request for models."""
+
+    def __init__(
         self,
+        answers: list[dict[int, float | None]],
         rank: int,
         settings: ProtocolSettings,
-        model_of_rank: SharedModel,
-        counts: ProtocolCounts | None = None,
-    ) -> Collective[ProtocolCounts]:
+        model: SharedModel,
+    ) -> None:
+        self._answers, self._model = answers, model
+
+    def serve(self) -> Collective[ProtocolCounts]:
         while True:
             _, payload = yield RecvAny(frozenset({0}))
             message = ModelMessage.from_bytes(payload)
             if message.kind != MessageKind.FETCH_MODEL:
-                return counts or ProtocolCounts()
+                return ProtocolCounts()
             answers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
             for peer, value in answers.items():
-                model_of_rank.receive_model(peer, None if value is None else model(value))
+                self._model.receive_model(peer, None if value is None else model(value))
 
 
 @pytest.fixture

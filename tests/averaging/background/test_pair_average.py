@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
+from group_support.own_messages import arrive, finish
 from group_support.world import GENERATION, SERVE, Schedule, World, draw_pairs
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.deadlines import DeadlineRule
@@ -18,11 +19,10 @@ from offbeat.averaging.background.interface import (
     ProtocolSettings,
     VersionResult,
 )
-from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat.strategies.adpsgd import serve
+from offbeat.strategies.adpsgd import PairMember
 from offbeat.transport.operations import Collective, Now, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
 
@@ -82,11 +82,15 @@ class FakeModel:
         self.gives = gives
         self.contributed: list[int] = []
         self.outcomes: list[VersionResult] = []
+        self.clock: Callable[[], float] = float
+        self.opened_at_s: dict[int, float] = {}
+        self.closed_at_s: dict[int, float] = {}
         self.merged_late: list[int] = []
         self.marked_dead: list[int] = []
 
     def contribute(self, version: int) -> Contribution | None:
         self.contributed.append(version)
+        self.opened_at_s[version] = self.clock()
         return Contribution(values=self.values.copy(), step=5, fresh=False) if self.gives else None
 
     def invite(self, version: int) -> None:
@@ -97,6 +101,7 @@ class FakeModel:
 
     def close_version(self, outcome: VersionResult) -> None:
         self.outcomes.append(outcome)
+        self.closed_at_s[outcome.version] = self.clock()
         for piece in outcome.pieces:
             self._merge(piece)
 
@@ -161,11 +166,13 @@ def play(
         yield Post(finish(generation=GENERATION))
 
     world_size = len(ports)
+    for port in ports:
+        port.clock = lambda: cluster.now_s
     for rank in range(world_size):
         cluster.begin(rank, train(rank), channel=SERVE)
     partners = partners or [[(rank + 1) % world_size] for rank in range(world_size)]
     work = [
-        serve(rank, settings_of(rank, world_size, partners[rank]), port)
+        PairMember(rank, settings_of(rank, world_size, partners[rank]), port).serve()
         for rank, port in enumerate(ports)
     ]
     return cluster.outcomes(work, channel=SERVE)
@@ -177,7 +184,7 @@ def test_a_rank_that_is_asked_answers_at_once_and_both_have_the_same_bits() -> N
     (asked,), (answered,) = ports[0].outcomes, ports[1].outcomes
     assert (asked.version, answered.version) == (0, -1)
     assert asked.group == answered.group == (0, 1)
-    assert asked.closed_s == pytest.approx(1.0 + 2 * LATENCY_S)
+    assert ports[0].closed_at_s[0] == pytest.approx(1.0 + 2 * LATENCY_S)
     assert (
         asked.pieces[0].average.tobytes()
         == answered.pieces[0].average.tobytes()
@@ -196,7 +203,8 @@ def test_two_that_ask_each_other_at_once_are_averaged_once() -> None:
     assert ports[0].values.tolist() == ports[1].values.tolist() == [4.5] * 4
     for port in ports:
         assert all(
-            outcome.closed_s - outcome.opened_s <= 2 * LATENCY_S + 1e-9 for outcome in port.outcomes
+            closed_s - port.opened_at_s[version] <= 2 * LATENCY_S + 1e-9
+            for version, closed_s in port.closed_at_s.items()
         )
 
 
@@ -232,8 +240,8 @@ def test_a_silent_partner_is_suspected_and_its_answer_merged_when_it_comes() -> 
     outcomes = play(cluster, ports, [1.0, 2.0, 5.0], [])
     closed = {outcome.version: outcome for outcome in ports[0].outcomes}
     assert [bool(closed[version].pieces) for version in range(3)] == [False, False, True]
-    assert closed[0].closed_s == pytest.approx(1.5)
-    assert closed[1].closed_s == pytest.approx(2.0)
+    assert ports[0].closed_at_s[0] == pytest.approx(1.5)
+    assert ports[0].closed_at_s[1] == pytest.approx(2.0)
     assert ports[0].merged_late == [0]
     assert ports[1].contributed == [-1, -2]
     assert ports[0].values.tolist() == ports[1].values.tolist() == [4.5] * 4
@@ -244,7 +252,7 @@ def test_how_long_answers_take_is_learned() -> None:
     ports = [FakeModel(1.0), FakeModel(8.0)]
     play(cluster_of(2, latency_s=1.0), ports, [1.0, 3.5, 6.0], [])
     assert [bool(outcome.pieces) for outcome in ports[0].outcomes] == [False, False, True]
-    assert [outcome.closed_s for outcome in ports[0].outcomes] == pytest.approx([1.5, 4.0, 8.0])
+    assert [*ports[0].closed_at_s.values()] == pytest.approx([1.5, 4.0, 8.0])
     assert ports[0].merged_late == [0, 1]
 
 
@@ -252,7 +260,7 @@ def test_a_dead_partner_is_waited_for_until_that_is_known() -> None:
     cluster, ports = cluster_of(2), [FakeModel(1.0), FakeModel(8.0)]
     cluster.at(0.9, lambda: cluster.kill(1))
     play(cluster, ports, [1.0, 2.0], [])
-    assert [outcome.closed_s for outcome in ports[0].outcomes] == pytest.approx([1.1, 2.0])
+    assert [*ports[0].closed_at_s.values()] == pytest.approx([1.1, 2.0])
     assert ports[0].marked_dead == [1]
     assert ports[0].values.tolist() == [1.0] * 4
 
@@ -263,7 +271,7 @@ def test_a_partner_that_stays_out_says_so() -> None:
     for port in ports:
         (outcome,) = port.outcomes
         assert outcome.pieces == ()
-    assert ports[0].outcomes[0].closed_s == pytest.approx(1.0 + 2 * LATENCY_S)
+    assert ports[0].closed_at_s[0] == pytest.approx(1.0 + 2 * LATENCY_S)
     assert ports[0].values.tolist() == [1.0] * 4
 
 
@@ -282,7 +290,9 @@ def test_a_world_of_one_keeps_what_it_has() -> None:
         finish(generation=GENERATION),
     ):
         solo.start(Post(message), SERVE)
-    assert solo.run(serve(0, settings_of(0, 1, []), port), SERVE) == ProtocolCounts(stopped={0})
+    assert solo.run(PairMember(0, settings_of(0, 1, []), port).serve(), SERVE) == ProtocolCounts(
+        stopped={0}
+    )
     assert [(outcome.version, outcome.pieces) for outcome in port.outcomes] == [(0, ())]
 
 
@@ -319,7 +329,7 @@ def test_a_message_that_cannot_be_right_is_one_clear_error(
         return ProtocolCounts()
 
     outcome = cluster_of(2).outcomes(
-        [serve(0, settings_of(0, 2, [1]), port), intrude()], channel=SERVE
+        [PairMember(0, settings_of(0, 2, [1]), port).serve(), intrude()], channel=SERVE
     )[0]
     assert isinstance(outcome, WireError)
     assert complaint in str(outcome)

@@ -48,7 +48,7 @@ def outcome(
         fresh=mine is not None and mine.fresh,
         counters=np.array(counters, np.int64),
     )
-    return VersionResult(version=version, group=(0, 1), pieces=(piece,), opened_s=0.0, closed_s=0.0)
+    return VersionResult(version=version, group=(0, 1), pieces=(piece,))
 
 
 def never(version: int) -> bool:

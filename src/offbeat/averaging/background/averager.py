@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -19,7 +18,7 @@ from typing_extensions import override
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import ProtocolSettings
 from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
-from offbeat.averaging.background.progress_thread import AveragingProtocol, ProgressThread
+from offbeat.averaging.background.progress_thread import MakeMember, ProgressThread
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -57,7 +56,7 @@ class BackgroundCallback(Callback):
         weights: the weights to average.
         model: what peers may have of it; it is empty.
         staging: of `weights.tensors()`.
-        serve: the protocol.
+        member: makes this rank's member of a generation, of a protocol.
         group_of: the group of each version.
         num_flags: how many counters `model` adds to the model's own, >= 0.
         rounding: how values travel; None: as they are.
@@ -79,7 +78,7 @@ class BackgroundCallback(Callback):
         model: SharedModel,
         *,
         staging: Staging,
-        serve: AveragingProtocol,
+        member: MakeMember,
         group_of: GroupOf,
         num_flags: int = 0,
         rounding: Rounding | None = None,
@@ -112,7 +111,7 @@ class BackgroundCallback(Callback):
 
         self._progress = ProgressThread(
             model,
-            serve=serve,
+            member=member,
             settings=settings,
             count=context.count,
             notify=context.notices.notify,
@@ -191,8 +190,6 @@ class BackgroundCallback(Callback):
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         self._publish()
-        # Peers have sent the buffers that were chosen when the average began, after `attach`.
-        weights = replace(weights, chosen=self._weights.chosen)
         with self._staging.written(weights.tensors()) as into:
             counters, missing = self._progress.mean(into)
         weights.write_counters(counters)

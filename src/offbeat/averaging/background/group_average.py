@@ -8,8 +8,9 @@ No rank waits for one that computes. What happens at a rank in version t:
     the trainer arrives later:       it sends nothing, and finds the average of t in its model
     all contributions are here:      they are averaged by weight and merged
 
-Each rank runs one collective, `serve`, in a thread beside its trainer for as long as the generation
-lasts. `serve` asks the `SharedModel` of its rank for contributions and hands it the averages.
+Each rank runs one collective, `RoundManager.serve`, in a thread beside its trainer for as long as
+the generation lasts. It asks the `SharedModel` of its rank for contributions and hands it the
+averages.
 
 Differences from the paper:
 - The world and the groups may have any size, and members may be late, stop or die. Every average
@@ -49,12 +50,11 @@ from typing import Literal, TypeAlias
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.deadlines import DeadlineRule, deadline_s
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings, VersionResult
-from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
+from offbeat.averaging.background.protocol_member import ProtocolMember
 from offbeat.averaging.background.rounds import DirectRound, GroupRound, ScatteredRound
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import WireError
-from offbeat.transport.operations import Collective
 
 Phase: TypeAlias = Literal["arrivals", "contributions", "averages"]
 """What a round waits for: that enough members arrive, that all contribute, or that the owners of
@@ -65,34 +65,11 @@ _MAX_DIRECT_GROUP = 64
 _REMEMBERED_VERSIONS = 4096
 
 
-def serve(
-    rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts | None = None
-) -> Collective[ProtocolCounts]:
-    """Take part in group averages on behalf of `rank` throughout a generation.
-
-    The caller must close the driver after this has returned, because a peer that is cut off from
-    this rank may still be waiting for it.
-
-    Args:
-        rank: one of `settings.members`.
-        settings: what the members agree on.
-        model: gives this rank's contributions and receives the averages.
-        counts: is updated while the protocol runs, and can be read meanwhile.
-
-    Raises:
-        WireError: a message is corrupt, or its sender trains another model. No average was merged
-            because of it.
-    """
-    return run_member(RoundManager(rank, settings, model, counts or ProtocolCounts()))
-
-
 class RoundManager(ProtocolMember):
     """Opens, advances and closes the rounds of one rank."""
 
-    def __init__(
-        self, rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts
-    ) -> None:
-        super().__init__(rank, settings, model, counts)
+    def __init__(self, rank: int, settings: ProtocolSettings, model: SharedModel) -> None:
+        super().__init__(rank, settings, model)
         self._rounds: dict[int, ManagedRound] = {}
         self._closed = ClosedVersions()
         self._arrived = -1
@@ -184,7 +161,7 @@ class RoundManager(ProtocolMember):
                 managed.phase, managed.averages_due_s = "averages", now_s
                 managed.deadline_s = now_s + self._deadline_s("averages")
             if round_.over:
-                self._close(managed, now_s)
+                self._close(managed)
             elif not managed.quorum_arrived and managed.has_quorum(self.counts):
                 managed.quorum_arrived = True
                 self._model.quorum_arrived(round_.version)
@@ -200,7 +177,7 @@ class RoundManager(ProtocolMember):
             self._held_by = late
             self._model.hold(late)
 
-    def _close(self, managed: ManagedRound, now_s: float) -> None:
+    def _close(self, managed: ManagedRound) -> None:
         """Hand over what has arrived. The round is kept as long as late pieces may arrive."""
         round_ = managed.round
         version, pieces = round_.version, round_.take_pieces()
@@ -212,13 +189,7 @@ class RoundManager(ProtocolMember):
             managed.deadline_s = math.inf
             pieces.sort(key=lambda piece: piece.begin)
             self._model.close_version(
-                VersionResult(
-                    version=version,
-                    group=round_.group,
-                    pieces=tuple(pieces),
-                    opened_s=managed.opened_s,
-                    closed_s=now_s,
-                )
+                VersionResult(version=version, group=round_.group, pieces=tuple(pieces))
             )
         if not round_.late_senders():
             del self._rounds[version]

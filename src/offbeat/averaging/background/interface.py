@@ -123,15 +123,11 @@ class VersionResult:
         pieces: the averages that have arrived, by `begin`. Elements that they do not cover keep
             their values: they were not averaged, or their average arrives later
             (`SharedModel.merge_late`).
-        opened_s, closed_s: when this rank learned of the version, and when it closed it, in seconds
-            of the driver's clock.
     """
 
     version: int
     group: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    opened_s: float
-    closed_s: float
 
     @property
     def members(self) -> dict[int, Note]:

@@ -19,14 +19,14 @@ from typing_extensions import override
 
 from offbeat.averaging.background.interface import Contribution, ProtocolCounts, ProtocolSettings
 from offbeat.averaging.background.merge_rules import fragments
-from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
+from offbeat.averaging.background.protocol_member import ProtocolMember
 from offbeat.averaging.background.shared_model import SharedModel
-from offbeat.codec.model_wire import Counters
+from offbeat.codec.model_wire import Counters, MessageKind, ModelMessage
 from offbeat.collectives.weighted_mean import Elements
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
-from offbeat.transport.operations import Collective, Operation, Payload, Post
+from offbeat.transport.operations import Operation, Post
 
 CHANNEL = 1 << 32
 """The channel of the protocol. A generation's mesh carries nothing else."""
@@ -49,10 +49,8 @@ of a busy processor for each level, so three times as much for five.
 _ASK_AGAIN_S = 0.05
 
 
-AveragingProtocol: TypeAlias = Callable[
-    [int, ProtocolSettings, SharedModel, ProtocolCounts], Collective[ProtocolCounts]
-]
-"""A protocol that averages on behalf of a rank, as `group_average.serve` does."""
+MakeMember: TypeAlias = Callable[[int, ProtocolSettings, SharedModel], ProtocolMember]
+"""Makes what takes part in a protocol on behalf of a rank, as `group_average.RoundManager` does."""
 
 
 class ProgressThread:
@@ -60,7 +58,7 @@ class ProgressThread:
 
     Args:
         model: this rank's.
-        serve: the protocol.
+        member: makes that of a generation.
         settings: what a generation's members agree on, as the member at a position of it sees it.
         count: puts a wrapper that counts traffic around a generation's driver.
         notify: writes a remark for the user.
@@ -73,7 +71,7 @@ class ProgressThread:
         self,
         model: SharedModel,
         *,
-        serve: AveragingProtocol,
+        member: MakeMember,
         settings: Callable[[Generation, int], ProtocolSettings],
         count: Callable[[Driver], Driver],
         notify: Callable[[str], None],
@@ -81,7 +79,7 @@ class ProgressThread:
         yields: bool = False,
     ) -> None:
         self._model = model
-        self._serve = serve
+        self._member = member
         self._settings = settings
         self._count = count
         self._notify, self._name_of = notify, name_of
@@ -102,13 +100,13 @@ class ProgressThread:
         """
         with self._switching:
             if self._model.is_arrived_at(version):
-                self._served.post(arrive(version, generation=self._served.generation.number))
+                self._served.post(MessageKind.ARRIVE, version)
 
     def end_step(self) -> None:
         """Tell the protocol that the trainer has ended a step, if peers await that."""
         with self._switching:
             if (version := self._model.take_awaited()) is not None:
-                self._served.post(arrive(version, generation=self._served.generation.number))
+                self._served.post(MessageKind.ARRIVE, version)
 
     def names(self, positions: Collection[int]) -> str:
         """The ranks of members, for the user."""
@@ -128,7 +126,7 @@ class ProgressThread:
         while True:
             with self._switching:
                 served, epoch = self._served, self._model.epoch
-                served.post(stop_stepping(generation=served.generation.number))
+                served.post(MessageKind.STOP_STEPPING)
             if self._model.wait_until_final(epoch):
                 return
 
@@ -155,7 +153,7 @@ class ProgressThread:
                 served, epoch = self._served, self._model.epoch
                 is_member = self._model.is_available
                 if is_member:
-                    served.post(fetch_model(None, generation=served.generation.number))
+                    served.post(MessageKind.FETCH_MODEL)
             if is_member:
                 models = self._model.collect_models(
                     served.peers, epoch, timeout_s=served.collect_timeout_s
@@ -237,7 +235,7 @@ class ProgressThread:
             with self._switching:
                 if (served := self._current) is None:
                     return False
-                served.post(finish(generation=served.generation.number))
+                served.post(MessageKind.FINISH)
             served.join()
             # If another generation has begun meanwhile, this rank must finish in that one too.
             with self._switching:
@@ -283,10 +281,10 @@ class ProgressThread:
             # the new one starts.
             self._model.begin_generation()
             served = self._current = ServedGeneration(
-                generation, position, counted, settings, self._serve, self._model, self._yields
+                generation, position, counted, settings, self._member, self._model, self._yields
             )
             if self._stopped_stepping:
-                served.post(stop_stepping(generation=generation.number))
+                served.post(MessageKind.STOP_STEPPING)
         if old is not None:
             # This takes as long as its last messages do, and the trainer need not wait for that.
             old.driver.close()
@@ -357,18 +355,17 @@ class ServedGeneration:
     position: int
     driver: Driver
     settings: ProtocolSettings
-    serve: AveragingProtocol
+    member: MakeMember
     model: SharedModel
     yields: bool
 
     def __post_init__(self) -> None:
-        self.counts = ProtocolCounts()
         self.ended_well = False
         self._stoppable = _Stoppable(self.driver)
         self._have_no_model: set[int] = set()
         self._model_source: int | None = None
         self.model.on_missing_model = self._on_missing_model
-        work = self.serve(self.position, self.settings, self.model, self.counts)
+        work = self.member(self.position, self.settings, self.model).serve()
         pending = Pending(self._stoppable, work, CHANNEL)
         self.join = self._stoppable.beside(
             partial(self._run, pending),
@@ -396,7 +393,7 @@ class ServedGeneration:
         )
         self._model_source = min(candidates, default=None)
         if self._model_source is not None:
-            self.post(fetch_model(self._model_source, generation=self.generation.number))
+            self.post(MessageKind.FETCH_MODEL, self._model_source)
         else:
             self.model.continue_without_model(
                 PeerError("no member of the run has a model to give to this worker")
@@ -406,14 +403,15 @@ class ServedGeneration:
         if member == self._model_source and not self.model.is_available:
             self.request_model(without=member)
 
-    def post(self, message: Payload) -> None:
-        """Hand `message` to the protocol, as one of this rank's own."""
-        self.driver.start(Post(message), CHANNEL).wait()
+    def post(self, kind: MessageKind, version: int = -1) -> None:
+        """Hand a message to the protocol, as one of this rank's own."""
+        message = ModelMessage(kind=kind, generation=self.generation.number, version=version)
+        self.driver.start(Post(message.to_bytes()), CHANNEL).wait()
 
     def stop(self) -> None:
         """End the protocol wherever it is. The driver stays open."""
         self._stoppable.stopped = True
-        self.post(stop_stepping(generation=self.generation.number))  # any message wakes the thread
+        self.post(MessageKind.STOP_STEPPING)  # any message wakes the thread
         self.join()
 
     def _run(self, pending: Pending[ProtocolCounts]) -> None:

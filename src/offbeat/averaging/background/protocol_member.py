@@ -1,12 +1,22 @@
 """What both averaging protocols have in common: one rank's member of a generation.
 
-A `ProtocolMember` takes messages and times and gives messages; `run_member` carries them over a
+A `ProtocolMember` takes messages and times and gives messages; its `serve` carries them over a
 driver. The member keeps account of the peers that have stopped, have finished or are dead, and
 answers requests for models. What it does with arrivals, chunks and averages is the business of the
 two subclasses, `group_average.RoundManager` and `strategies.adpsgd.PairMember`.
 
-The trainer of a rank speaks to its own member by posting the messages of `arrive`, `fetch_model`,
-`stop_stepping` and `finish`.
+The trainer of a rank speaks to its own member by posting messages without values:
+
+- ARRIVE when it has ended a step. From then on, and until the version is closed,
+  `SharedModel.contribute` must be fresh.
+- FETCH_MODEL to request the model of member `version`, or of every living peer if that is negative.
+  The answers come to `SharedModel.receive_model`. For a peer that is dead there is only
+  `SharedModel.mark_dead`. The protocol does not return before the answers to requests made before
+  FINISH have arrived.
+- STOP_STEPPING when it takes no more steps. Its member still contributes when peers need it, and no
+  peer waits for the rank to arrive.
+- FINISH last. It implies STOP_STEPPING. The protocol returns when all members have finished or are
+  dead.
 """
 
 from __future__ import annotations
@@ -36,39 +46,6 @@ _FROM_THIS_RANK = (
 )
 
 
-def arrive(version: int, *, generation: int) -> Payload:
-    """A rank posts this to its own member when it has ended a step. From then on, and until the
-    version is closed, `SharedModel.contribute` must be fresh.
-    """
-    return ModelMessage(kind=MessageKind.ARRIVE, generation=generation, version=version).to_bytes()
-
-
-def fetch_model(peer: int | None, *, generation: int) -> Payload:
-    """A rank posts this to request the model of member `peer`, or of every living peer if that is
-    None. The answers come to `SharedModel.receive_model`.
-
-    For a peer that is dead, or is not a member, there is only `SharedModel.mark_dead`. The
-    protocol does not return before the answers to requests made before `finish` have arrived.
-    """
-    return ModelMessage(
-        kind=MessageKind.FETCH_MODEL, generation=generation, version=-1 if peer is None else peer
-    ).to_bytes()
-
-
-def stop_stepping(*, generation: int) -> Payload:
-    """A rank posts this when it takes no more steps. Its member still contributes when peers need
-    it, and no peer waits for the rank to arrive.
-    """
-    return ModelMessage(kind=MessageKind.STOP_STEPPING, generation=generation).to_bytes()
-
-
-def finish(*, generation: int) -> Payload:
-    """A rank posts this last. It implies `stop_stepping`. The protocol returns when all members
-    have finished or are dead.
-    """
-    return ModelMessage(kind=MessageKind.FINISH, generation=generation).to_bytes()
-
-
 class ProtocolMember(ABC):
     """One rank's member of a generation.
 
@@ -79,10 +56,8 @@ class ProtocolMember(ABC):
             trainer.
     """
 
-    def __init__(
-        self, rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts
-    ) -> None:
-        self.counts = counts
+    def __init__(self, rank: int, settings: ProtocolSettings, model: SharedModel) -> None:
+        self.counts = ProtocolCounts()
         self._rank = rank
         self._settings = settings
         self._model = model
@@ -92,6 +67,37 @@ class ProtocolMember(ABC):
         self._fetches_final_models = self._said_final = False
         self._finished: set[int] = set()
         self._find_live_peers()
+
+    def serve(self) -> Collective[ProtocolCounts]:
+        """Take part on behalf of the rank throughout a generation.
+
+        The caller must close the driver after this has returned, because a peer that is cut off
+        from this rank may still be waiting for it.
+
+        Raises:
+            WireError: a message is corrupt, or its sender trains another model. No average was
+                merged because of it.
+        """
+        now_s = yield Now()
+        while True:
+            yield from _send(self.take_outgoing())
+            if self.done:
+                return self.counts
+            event: Callable[[float], None]
+            try:
+                event = partial(
+                    self.receive, *(yield RecvAny(self.sources, self.time_left_s(now_s)))
+                )
+            except PeerTimeoutError:
+                event = self.on_deadline
+            except PeerError as error:
+                if error.rank is None:
+                    raise
+                event = partial(self.mark_dead, error.rank)
+            # One look at the clock for each event is enough: what follows it takes next to no time.
+            now_s = yield Now()
+            event(now_s)
+            del event  # with a message that may be as large as the model
 
     @property
     def done(self) -> bool:
@@ -159,7 +165,7 @@ class ProtocolMember(ABC):
                 if sender == self._rank:
                     self._tell(MessageKind.FINISHED, self.live_peers)
             case MessageKind.FETCH_MODEL:
-                self._request_model(message.version, now_s)
+                self._request_model(message.version)
             case MessageKind.MODEL_REQUEST:
                 self._requesters.append(sender)
             case MessageKind.MODEL_REPLY:
@@ -230,12 +236,8 @@ class ProtocolMember(ABC):
         message = ModelMessage(kind=kind, generation=generation, version=version).to_bytes()
         self._outgoing += [(peer, message) for peer in sorted(peers)]
 
-    def _request_model(self, peer: int, now_s: float) -> None:
+    def _request_model(self, peer: int) -> None:
         assert peer != self._rank, "a rank has its own model without a request"
-        if peer >= 0 and peer not in self._settings.members:
-            if peer not in self.counts.dead:
-                self.mark_dead(peer, now_s)
-            return
         if peer < 0 and self._rank in self.counts.stopped:
             self._fetches_final_models = True
         else:
@@ -278,30 +280,7 @@ class ProtocolMember(ABC):
         self._model.receive_model(sender, model if has_values else None)
 
 
-def run_member(member: ProtocolMember) -> Collective[ProtocolCounts]:
-    """Carry messages to and from `member` until it is done."""
-    now_s = yield Now()
-    while True:
-        yield from _send(member.take_outgoing())
-        if member.done:
-            return member.counts
-        event: Callable[[float], None]
-        try:
-            event = partial(
-                member.receive, *(yield RecvAny(member.sources, member.time_left_s(now_s)))
-            )
-        except PeerTimeoutError:
-            event = member.on_deadline
-        except PeerError as error:
-            if error.rank is None:
-                raise
-            event = partial(member.mark_dead, error.rank)
-        # One look at the clock for each event is enough: what follows it takes next to no time.
-        now_s = yield Now()
-        event(now_s)
-        del event  # with a message that may be as large as the model
-
-
 def _send(messages: Sequence[tuple[int, Payload]]) -> Collective[None]:
+    """Apart, so that no message, which may be as large as the model, is held any longer."""
     for peer, message in messages:
         yield Send(peer, message)

@@ -316,17 +316,14 @@ class SharedModel:
         Raises:
             Exception: what the protocol has failed with.
         """
-
-        def may_go_on() -> bool:
-            ended = self._error is not None or self._expelled or self._quiescing
-            return ended or not self.held_by - self._given_up
-
         with self._changed:
             # Meanwhile this rank has ended its step, so that its model is fresh at any version.
             self._trainer_waits = True
-            released = self._changed.wait_for(may_go_on, timeout_s)
+            released = self._wait_for(
+                lambda: self._expelled or self._quiescing or self.held_by <= self._given_up,
+                timeout_s,
+            )
             self._trainer_waits = False
-            self.raise_failure()
             late = frozenset() if released else frozenset(self.held_by - self._given_up)
             self._given_up |= late
             return late
@@ -341,18 +338,9 @@ class SharedModel:
         Raises:
             Exception: what the protocol has failed with.
         """
-
-        def is_over() -> bool:
-            return (
-                self._arrival is None
-                or self._error is not None
-                or (self._has_quorum and not for_average)
-            )
-
         with self._changed:
-            self._changed.wait_for(is_over)
+            self._wait_for(lambda: self._arrival is None or (self._has_quorum and not for_average))
             self._trainer_waits = False
-            self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raise what the protocol has failed with, or the membership, if one has."""
