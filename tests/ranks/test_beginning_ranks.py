@@ -19,6 +19,7 @@ from offbeat.errors import OffbeatError
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
+from offbeat.session import sharded as sharded_module
 from offbeat.session.attach import attach_through
 from offbeat.strategies.base import Strategy
 from offbeat.transport import connect as connect_module
@@ -62,7 +63,7 @@ def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[st
             case "telling where it listens":
                 connect_module.Peers = die  # type: ignore[assignment, misc]
             case "comparing":
-                session_module.agree = die  # type: ignore[assignment]
+                sharded_module.agree = die  # type: ignore[assignment]
     net = make_net()
     try:
         offbeat.attach(net, sgd(net), offbeat.AdaptiveSGD(mega_batch=10))
