@@ -297,7 +297,6 @@ class Result:
         cell = partial(Figure, table=case.name, case=label)
         if len(case.lrs) > 1:
             yield cell(column="learning rate", value=self.lr)
-            yield cell(column="seeds", value=float(len(known)), decimals=0)
         yield cell(column="mean", value=float(np.mean(known)), decimals=4)
         if label == baseline or not gaps:
             return

@@ -6,9 +6,9 @@ rate of its own (see `_paired.py`).
 Rates are tried with three seeds, those of runs in processes with one: where one seed's run of a
 text leaves the first plateau late, the best rate of that seed is not the best one.
 
-Four ranks. Most strategies train in threads of one process. WAGMA and AdaptiveSGD, whose averages
-depend on who comes first, train in processes, as `offbeat train` runs them, and so does `gtopk` as
-it comes, which chooses its density by what its link carries: here 100 Mbit/s.
+Four ranks. Most strategies train in threads of one process. WAGMA, AD-PSGD and AdaptiveSGD, whose
+averages depend on who comes first, train in processes, as `offbeat train` runs them, and so does
+`gtopk` as it comes, which chooses its density by what its link carries: here 100 Mbit/s.
 
 With `--own-rate` all of them train at the learning rate that the task's script has, which is what
 `offbeat run` keeps.
@@ -51,6 +51,8 @@ STRATEGIES = (
     TriedStrategy(label="GTopK", spec="gtopk", in_threads=False, cluster=LINK),
     TriedStrategy(label="WAGMA", spec="wagma", in_threads=False),
     TriedStrategy(label="AdaptiveSGD", spec="adaptive", in_threads=False),
+    TriedStrategy(label="EF21 at 0.01", spec="ef21:density=0.01", tuned_with=TUNED_WITH),
+    TriedStrategy(label="ADPSGD", spec="adpsgd", in_threads=False),
 )
 BASELINE = STRATEGIES[0]
 IN_SHORT = "in short"

@@ -66,6 +66,7 @@ class Killing:
         self.at_step = at_step
         self.changes: list[MembershipChange] = []
         self.pids: dict[int, set[int]] = {}
+        self.began: float = math.inf
 
     def __call__(self, report: WorkerProgress | MembershipChange) -> None:
         if isinstance(report, MembershipChange):
@@ -111,16 +112,22 @@ def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path
 
 
 class Waiting(Killing):
-    """Ends the run once the worker that came back has trained."""
+    """Ends the run once the worker that came back has trained: for so many steps behind the first
+    that it has told of as `at_step` says of rank -1.
+    """
 
     def __call__(self, report: WorkerProgress | MembershipChange) -> None:
         super().__call__(report)
         if (
             isinstance(report, WorkerProgress)
-            and len(self.pids.get(1, ())) == 2
-            and self.at_step.pop(-1, None)
+            and report.rank == 1
+            and len(self.pids[1]) == 2
+            and -1 in self.at_step
         ):
-            signal.raise_signal(signal.SIGINT)
+            self.began = min(self.began, report.step)
+            if report.step >= self.began + self.at_step[-1]:
+                del self.at_step[-1]
+                signal.raise_signal(signal.SIGINT)
 
 
 def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_path: Path) -> None:
@@ -184,7 +191,7 @@ def test_where_samples_are_claimed_a_worker_that_returns_claims_again(
     summary = run(
         npz,
         out,
-        Waiting({-1: 1}),
+        Waiting({-1: 8}),  # a merge later
         steps=ENDLESS,
         workers=2,
         faults=faults,
