@@ -491,13 +491,7 @@ def test_a_name_says_whether_more_is_better(name: str, higher: bool) -> None:
     assert higher_is_better(name) is higher
 
 
-def test_a_rank_ends_well_though_another_one_takes_longer_than_the_store_waits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As rank 0 that evaluates by itself, where no supervisor serves the store."""
-    path, store = recorded_run(tmp_path), dist.HashStore()
-    store.set_timeout(timedelta(milliseconds=1))
-    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(store, 1, 2))
+def record_one_step(opened: OpenRecord) -> None:
     recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -506,6 +500,16 @@ def test_a_rank_ends_well_though_another_one_takes_longer_than_the_store_waits(
         model(torch.ones(5, 2)).sum().backward()
         optimizer.step()
     recorder.end()
+
+
+def test_a_rank_ends_well_though_another_one_takes_longer_than_the_store_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As rank 0 that evaluates by itself, where no supervisor serves the store."""
+    path, store = recorded_run(tmp_path), dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(store, 1, 2))
+    record_one_step(opened)
     assert "the record is not complete" in caplog.text
     assert [event.step for event in Record(path).events(1)] == [1]
 
@@ -530,14 +534,7 @@ def test_nobody_waits_for_the_end_of_a_rank_that_does_not_see_the_record(tmp_pat
     first.publish("begun/0", json.dumps(["", str(tmp_path / "of another host")]))
     opened = OpenRecord(record=RunDirectory(path), coordinator=first)
     assert shared_record(other, opened.record.config, None) is None
-    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
-        recorder.attached(session, model, optimizer)
-        model(torch.ones(5, 2)).sum().backward()
-        optimizer.step()
-    recorder.end()
+    record_one_step(opened)
     summary = Record(path).summary()
     assert summary is not None
     assert summary.steps == 1
