@@ -806,8 +806,8 @@ class MegaBatchCallback(Callback):
         self._protocol.num_merges = int(saved["num_merges"])
         self._protocol.rows.forget()  # The ranks' models may differ.
         self._steps_before = int(saved["merged_at"]) - self._merged_at_step
-        since_merge = local.get("since_merge", saved.get("since_merge", 0))
-        self._num_steps = self._merged_at_step + int(since_merge)
+        # A rank that is new has taken no step since.
+        self._num_steps = self._merged_at_step + int(local.get("since_merge", 0))
         sizes = tuple(map(int, saved["batch_sizes"]))
         self._pace, self._missed_rounds = Pace(), False
         # With another number of workers, sizes begin anew: other workers have other speeds; so they
